@@ -1,0 +1,305 @@
+"""A job, as its file describes it: plain frozen dataclasses, one section each.
+
+The annotations are the schema: types, bounds (`annotated_types`) and a line of documentation (`Doc`). The command line
+validates YAML against them and prints them with `nereus run --fields`; nothing else reads a job file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+from annotated_types import Ge, Gt, Le, MinLen
+from typing_extensions import Doc
+
+from nereus.core.errors import PlanError, UserError
+from nereus.core.graph import job_graph, model_stages
+from nereus.core.plan import Layout, ModelStage, Placement, Plan, largest_divisor
+
+FORBID_UNKNOWN = {"extra": "forbid"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSection:
+    path: Annotated[
+        str,
+        MinLen(1),
+        Doc(
+            "Folder with config.json and safetensors, a .gguf file, or package:NAME/FILE.gguf of an installed package."
+        ),
+    ]
+    __pydantic_config__ = FORBID_UNKNOWN
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskSection:
+    name: Annotated[str, MinLen(1), Doc("count, or reasoning_gym/NAME for a data set of reasoning-gym.")]
+    args: Annotated[Mapping[str, Any], Doc("What the task takes besides; see its own documentation.")] = field(
+        default_factory=dict
+    )
+    __pydantic_config__ = FORBID_UNKNOWN
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AlgorithmSection:
+    name: Annotated[Literal["ppo", "grpo"], Doc("ppo: a critic and GAE. grpo: advantages within each prompt's group.")]
+    gamma: Annotated[float, Ge(0), Le(1), Doc("Discount (ppo).")] = 1.0
+    lam: Annotated[float, Ge(0), Le(1), Doc("GAE lambda (ppo).")] = 0.95
+    clip_low: Annotated[float, Ge(0), Le(1), Doc("Lower clip of the policy ratio.")] = 0.2
+    clip_high: Annotated[float, Ge(0), Doc("Upper clip of the policy ratio.")] = 0.2
+    value_clip: Annotated[float | None, Doc("Clip of the value's change (ppo); null: none.")] = 0.2
+    kl_coef: Annotated[float, Ge(0), Doc("Weight of the KL divergence from the reference model.")] = 0.01
+    kl_in: Annotated[
+        Literal["reward", "loss"] | None, Doc("Where the KL penalty goes; null: reward for ppo, loss for grpo.")
+    ] = None
+    kl_kind: Annotated[
+        Literal["k1", "k2", "k3"] | None, Doc("Estimator of the KL per token; null: k1 in the reward, k3 in the loss.")
+    ] = None
+    whiten: Annotated[bool, Doc("Whiten advantages over the tokens of the batch (ppo).")] = True
+    normalize_std: Annotated[bool, Doc("Divide group advantages by their deviation (grpo).")] = True
+    entropy_coef: Annotated[float, Ge(0), Doc("Weight of the entropy bonus.")] = 0.0
+    __pydantic_config__ = FORBID_UNKNOWN
+
+    @property
+    def kl_place(self) -> Literal["reward", "loss"]:
+        return self.kl_in or ("reward" if self.name == "ppo" else "loss")
+
+    @property
+    def kl_estimator(self) -> Literal["k1", "k2", "k3"]:
+        return self.kl_kind or ("k1" if self.kl_place == "reward" else "k3")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchSection:
+    prompts: Annotated[int, Ge(1), Doc("Prompts a step.")]
+    samples_per_prompt: Annotated[int, Ge(1), Doc("Responses to each prompt.")] = 1
+    mini_batches: Annotated[int, Ge(1), Doc("Optimizer updates an epoch; divides the sequences of a step.")] = 1
+    epochs: Annotated[int, Ge(1), Doc("How often each response is trained on.")] = 1
+    __pydantic_config__ = FORBID_UNKNOWN
+
+    @property
+    def sequences(self) -> int:
+        """Responses a step."""
+        return self.prompts * self.samples_per_prompt
+
+    @property
+    def mini_batch(self) -> int:
+        """Responses an update."""
+        return self.sequences // self.mini_batches
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingSection:
+    max_new_tokens: Annotated[int, Ge(1), Doc("Longest response.")]
+    temperature: Annotated[float, Gt(0), Doc("Of sampling, and of the policy that is trained.")] = 1.0
+    top_p: Annotated[float, Gt(0), Le(1), Doc("Probability mass that is sampled from.")] = 1.0
+    __pydantic_config__ = FORBID_UNKNOWN
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerSection:
+    lr: Annotated[float, Ge(0), Doc("Learning rate of the actor.")]
+    critic_lr: Annotated[float | None, Doc("Learning rate of the critic; null: the actor's.")] = None
+    betas: Annotated[tuple[float, float], Doc("Of AdamW.")] = (0.9, 0.999)
+    eps: Annotated[float, Gt(0), Doc("Of AdamW.")] = 1e-8
+    weight_decay: Annotated[float, Ge(0), Doc("Of AdamW.")] = 0.0
+    max_grad_norm: Annotated[float, Ge(0), Doc("Clip of the gradient over the whole model; 0: none.")] = 1.0
+    __pydantic_config__ = FORBID_UNKNOWN
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterSection:
+    devices: Annotated[int, Ge(1), Doc("Devices at the start.")]
+    memory_gib: Annotated[float, Gt(0), Doc("Memory of each device.")] = 4.0
+    device: Annotated[
+        Literal["auto", "cpu", "cuda"], Doc("cpu: a process of one core over Gloo; cuda: a GPU over NCCL.")
+    ] = "auto"
+    timeout_s: Annotated[float, Gt(0), Doc("How long a rank waits for another before it gives up.")] = 600.0
+    __pydantic_config__ = FORBID_UNKNOWN
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlacementSection:
+    tp: Annotated[int, Ge(1), Doc("Ways to cut each layer.")] = 1
+    pp: Annotated[int, Ge(1), Doc("Ways to cut the layers' sequence.")] = 1
+    dp: Annotated[int, Ge(1), Doc("Replicas.")] = 1
+    gpus: Annotated[
+        Sequence[int] | None, Doc("Devices, tp fastest, then pp, then dp; null: the first tp*pp*dp of the pool.")
+    ] = None
+    micro_batch: Annotated[int, Ge(1), Doc("Most sequences that a unit runs at a time.")] = 32
+    recompute: Annotated[bool, Doc("Recompute activations in the backward pass.")] = False
+    __pydantic_config__ = FORBID_UNKNOWN
+
+
+PlanSection = Literal["auto"] | Mapping[str, PlacementSection]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChangeSection:
+    step: Annotated[int, Ge(1), Doc("The change happens before this step.")]
+    devices: Annotated[int | None, Doc("Devices from then on; null: as before.")] = None
+    plan: Annotated[
+        PlanSection | None, Doc("New placements; model-stages that are not named keep theirs; null with devices: auto.")
+    ] = None
+    __pydantic_config__ = FORBID_UNKNOWN
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSection:
+    folder: Annotated[str, Doc("Where run folders are made.")] = "runs"
+    checkpoint_every: Annotated[int, Ge(0), Doc("Steps between checkpoints; 0: only at the end.")] = 0
+    keep_checkpoints: Annotated[int, Ge(1), Doc("How many checkpoints are kept.")] = 2
+    record_rollouts: Annotated[bool, Doc("Keep every step's responses, so that they can be replayed.")] = False
+    tensorboard: Annotated[bool, Doc("Also write TensorBoard files.")] = False
+    __pydantic_config__ = FORBID_UNKNOWN
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """One post-training job."""
+
+    name: Annotated[str, MinLen(1), Doc("Names the run folder.")]
+    steps: Annotated[int, Ge(1), Doc("Steps to train.")]
+    seed: Annotated[int, Doc("Of sampling and of fresh value heads.")] = 0
+    model: Annotated[ModelSection, Doc("The actor, and the reference model.")]
+    critic: Annotated[ModelSection | None, Doc("The critic's first weights (ppo); null: the actor's.")] = None
+    reward: Annotated[ModelSection | None, Doc("A reward model; null: the task's own reward is what is trained.")] = (
+        None
+    )
+    task: TaskSection
+    algorithm: AlgorithmSection
+    batch: BatchSection
+    sampling: SamplingSection
+    optimizer: OptimizerSection
+    cluster: ClusterSection
+    plan: Annotated[
+        PlanSection, Doc("auto, or MODEL/STAGE: placement; the name `all` stands for those that are not named.")
+    ] = "auto"
+    changes: Annotated[Sequence[ChangeSection], Doc("Changes of plan and pool at given steps.")] = ()
+    run: RunSection = field(default_factory=RunSection)
+    __pydantic_config__ = FORBID_UNKNOWN
+
+    def __post_init__(self) -> None:
+        if self.batch.sequences % self.batch.mini_batches:
+            raise UserError(
+                f"batch.mini_batches: {self.batch.mini_batches} does not divide the {self.batch.sequences} sequences "
+                "of a step (prompts x samples_per_prompt)"
+            )
+        if self.algorithm.name == "grpo" and self.batch.samples_per_prompt < 2:
+            raise UserError("batch.samples_per_prompt: 1 gives grpo no group to compare in; it must be at least 2")
+        steps = [change.step for change in self.changes]
+        if sorted(set(steps)) != steps:
+            raise UserError(f"changes: steps {steps} must ascend, each once")
+
+    @property
+    def model_stages(self) -> tuple[ModelStage, ...]:
+        """What has to be placed, in the order of the job graph."""
+        return model_stages(job_graph(self.algorithm.name, reward_model=self.reward is not None))
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedChange:
+    """A change of the job file made concrete."""
+
+    step: int
+    devices: tuple[int, ...]
+    plan: Plan
+
+
+def initial_plan(job: Job) -> Plan:
+    """The plan of step 0. Raises PlanError."""
+    return resolve_plan(job, job.plan, range(job.cluster.devices), None)
+
+
+def planned_changes(job: Job, plan: Plan, pool: Sequence[int], after: int = 0) -> list[PlannedChange]:
+    """The changes after step `after` in order, each on top of the one before, the first on top of `plan` and `pool`.
+
+    Raises PlanError naming the step.
+    """
+    found: list[PlannedChange] = []
+    pool = tuple(pool)
+    for change in (c for c in job.changes if c.step > after):
+        if change.devices is not None:
+            if change.devices < 1:
+                raise PlanError(f"changes: step {change.step}: devices: {change.devices} must be at least 1")
+            pool = tuple(range(change.devices))
+        section = change.plan
+        if section is None:
+            if change.devices is None:
+                raise PlanError(f"changes: step {change.step}: neither devices nor plan is given")
+            section = "auto"
+        try:
+            plan = resolve_plan(job, section, pool, plan)
+        except PlanError as error:
+            raise PlanError(f"changes: step {change.step}: {error}") from error
+        found.append(PlannedChange(change.step, pool, plan))
+    return found
+
+
+def resolve_plan(job: Job, section: PlanSection, pool: Sequence[int], current: Plan | None) -> Plan:
+    """Placements for all model-stages of a job on a pool; those not named keep their current one.
+
+    Raises PlanError when one is missing, unknown, or needs more devices than the pool has.
+    """
+    if section == "auto":
+        return automatic_plan(job, pool)
+    names = {str(m): m for m in job.model_stages}
+    for key in section:
+        if key != "all" and key not in names:
+            raise PlanError(f"plan: {key!r} is not a model-stage of this job; it has {', '.join(names)}, or `all`")
+    placements = []
+    for key, model_stage in names.items():
+        given = section.get(key, section.get("all"))
+        if given is not None:
+            placements.append(_placement(model_stage, given, pool))
+        elif current is not None and model_stage in current:
+            placements.append(current[model_stage])
+        else:
+            raise PlanError(f"plan: {key} is not placed; name it, or `all`")
+    plan = Plan(tuple(placements))
+    check_plan(job, plan, pool)
+    return plan
+
+
+def _placement(model_stage: ModelStage, section: PlacementSection, pool: Sequence[int]) -> Placement:
+    needed = section.tp * section.pp * section.dp
+    gpus = tuple(section.gpus) if section.gpus is not None else tuple(sorted(pool)[:needed])
+    if section.gpus is None and needed > len(pool):
+        raise PlanError(
+            f"{model_stage}: tp{section.tp} x pp{section.pp} x dp{section.dp} needs {needed} devices, "
+            f"the pool has {len(pool)}"
+        )
+    return Placement(
+        model_stage=model_stage,
+        layout=Layout(section.tp, section.pp),
+        dp=section.dp,
+        gpus=gpus,
+        micro_batch=section.micro_batch,
+        recompute=section.recompute,
+    )
+
+
+def check_plan(job: Job, plan: Plan, pool: Sequence[int]) -> None:
+    """Raise PlanError unless devices are in the pool and dp divides the batch exactly."""
+    for placement in plan.placements:
+        beyond = sorted(set(placement.gpus) - set(pool))
+        if beyond:
+            raise PlanError(
+                f"{placement.model_stage}: devices {beyond} are not in the pool, which has {len(pool)}: {list(pool)}"
+            )
+        training = placement.model_stage.stage == "training"
+        sequences = job.batch.mini_batch if training else job.batch.sequences
+        if sequences % placement.dp:
+            what = "a mini-batch" if training else "a step"
+            raise PlanError(
+                f"{placement.model_stage}: dp={placement.dp} does not divide the {sequences} sequences of {what}; "
+                f"possible are {[d for d in range(1, sequences + 1) if sequences % d == 0]}"
+            )
+
+
+def automatic_plan(job: Job, pool: Sequence[int]) -> Plan:
+    """A simple valid plan: every model-stage whole on each device, as many replicas as the batch allows."""
+    numbers = [job.batch.sequences, job.batch.mini_batch]
+    dp = largest_divisor(numbers, len(pool))
+    return Plan(tuple(_placement(m, PlacementSection(dp=dp), pool) for m in job.model_stages))

@@ -1,0 +1,206 @@
+"""One rank's part of a unit: its state, its module, and the communicators of its position.
+
+A unit is one replica of a model-stage (`core.plan`). Everything here is about one rank of it; ranks of a unit call the
+same methods with the same sequences, in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from nereus.core.plan import Placement
+from nereus.engine.architecture import Architecture, shares_gradient
+from nereus.engine.batch import MicroBatch, Sequences, micro_batches, scatter_rows
+from nereus.engine.module import UnitModule
+from nereus.runtime.communicator import Communicator
+from nereus.runtime.groups import GroupTable
+from nereus.runtime.state import LocalState
+
+Head = Callable[[MicroBatch, torch.Tensor], torch.Tensor]
+"""(micro-batch, hidden states [b, t, h] of the last pp_stage) -> [b, w]."""
+
+Loss = Callable[[MicroBatch, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+"""(micro-batch, hidden states) -> (scalar to differentiate, statistics [k] that are summed)."""
+
+
+@dataclass(frozen=True, slots=True)
+class UnitGroups:
+    """The communicators of one position."""
+
+    tp: Communicator
+    down: Communicator
+    up: Communicator
+    ends: Communicator
+    unit: Communicator
+    dp: Communicator
+
+    @classmethod
+    def of(cls, placement: Placement, me: int, table: GroupTable) -> UnitGroups:
+        at, layout = placement.position(me), placement.layout
+        column = [placement.gpu(at.unit, p, at.tp_rank) for p in range(layout.pp)]
+        ends = [column[0], column[-1]] if me in (column[0], column[-1]) else [me]
+        return cls(
+            tp=table.get("tp", [placement.gpu(at.unit, at.pp_stage, t) for t in range(layout.tp)]),
+            down=table.get("down", column),
+            up=table.get("up", column),
+            ends=table.get("ends", ends),
+            unit=table.get("unit", placement.unit_gpus(at.unit)),
+            dp=table.get("dp", [placement.gpu(u, at.pp_stage, at.tp_rank) for u in range(placement.dp)]),
+        )
+
+
+class Unit:
+    """See the module. `state` holds the tensors; the module's parameters are views of them."""
+
+    def __init__(
+        self,
+        architecture: Architecture,
+        placement: Placement,
+        me: int,
+        state: LocalState,
+        groups: UnitGroups,
+        *,
+        trainable: bool = False,
+    ) -> None:
+        self.architecture, self.placement, self.state, self.groups = architecture, placement, state, groups
+        self.position = placement.position(me)
+        self.module = UnitModule(
+            architecture,
+            placement.layout,
+            self.position.pp_stage,
+            self.position.tp_rank,
+            state.tensors,
+            groups.tp,
+            recompute=placement.recompute,
+            trainable=trainable,
+        )
+        self.device = self.module.device
+
+    @property
+    def answers(self) -> bool:
+        """Whether this rank returns the unit's results."""
+        return self.module.is_last and self.position.tp_rank == 0
+
+    # -- forward only --------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def forward(self, sequences: Sequences, head: Head) -> torch.Tensor | None:
+        """Run all sequences through the unit; on the answering rank `head`'s results, [n, w]."""
+        parts: list[tuple[torch.Tensor, torch.Tensor]] = []
+        sends = []
+        for micro in micro_batches(sequences, self.placement.micro_batch, self.device):
+            hidden = self.module.run_layers(self._input(micro))
+            if self.module.is_last:
+                parts.append((micro.index, head(micro, hidden)))
+            else:
+                sends.append(self.send(self.groups.down, hidden, +1))
+        for _, pending in sends:
+            pending.wait()
+        return scatter_rows(parts, len(sequences)) if self.answers else None
+
+    def logprobs(self, temperature: float) -> Head:
+        """Head: log-probabilities of the response tokens, response-aligned."""
+
+        def head(micro: MicroBatch, hidden: torch.Tensor) -> torch.Tensor:
+            return self.response_statistics(micro, hidden, temperature)[0]
+
+        return head
+
+    def response_statistics(
+        self, micro: MicroBatch, hidden: torch.Tensor, temperature: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(log-probabilities, entropies) of the response tokens, [b, r], zero where there is no token."""
+        mask = micro.sequences.response_mask()
+        tokens = micro.sequences.response_tokens()[mask]
+        values = self.module.token_statistics(hidden[micro.sequences.response_places()], tokens, temperature)
+        empty = torch.zeros(mask.shape, device=self.device)
+        return empty.masked_scatter(mask, values[0]), empty.masked_scatter(mask, values[1])
+
+    def response_values(self, micro: MicroBatch, hidden: torch.Tensor) -> torch.Tensor:
+        """Head: the value before each response token, [b, r], zero where there is no token."""
+        mask = micro.sequences.response_mask()
+        values = self.module.scores(hidden[micro.sequences.response_places()])
+        return torch.zeros(mask.shape, device=self.device).masked_scatter(mask, values)
+
+    def final_scores(self, micro: MicroBatch, hidden: torch.Tensor) -> torch.Tensor:
+        """Head: the score at the last token of each sequence, [b, 1]."""
+        rows = torch.arange(len(micro.index), device=self.device)
+        return self.module.scores(hidden[rows, micro.sequences.lengths - 1])[:, None]
+
+    # -- training ------------------------------------------------------------------------------------------------
+
+    def accumulate(self, sequences: Sequences, loss: Loss) -> torch.Tensor | None:
+        """Forward and backward of all sequences, 1F1B over pp_stages; gradients add up in the parameters.
+
+        Returns the summed statistics [k] on the ranks of the last pp_stage, else None. Gradients are this unit's own:
+        `engine.optimizer.reduce_gradients` adds those of other ranks.
+        """
+        micros = micro_batches(sequences, self.placement.micro_batch, self.device)
+        live: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        sends, statistics = [], None
+        for action, i in one_forward_one_backward(len(micros), self.placement.layout.pp, self.position.pp_stage):
+            if action == "forward":
+                x = self._input(micros[i], with_gradient=True)
+                y = self.module.run_layers(x)
+                if self.module.is_last:
+                    y, row = loss(micros[i], y)
+                    statistics = row if statistics is None else statistics + row
+                else:
+                    sends.append(self.send(self.groups.down, y.detach(), +1))
+                live[i] = (x, y)
+            else:
+                x, y = live.pop(i)
+                gradient = None if self.module.is_last else self.receive(self.groups.up, y.shape, -1)
+                torch.autograd.backward(y, gradient)
+                if not self.module.is_first:
+                    assert x.grad is not None
+                    sends.append(self.send(self.groups.up, x.grad, -1))
+        for _, pending in sends:
+            pending.wait()
+        return statistics
+
+    def shared_gradients(self) -> list[str]:
+        """Parameters whose gradient is spread over several tp ranks that hold the same indices."""
+        tp = self.placement.layout.tp
+        return [s.name for s in self.architecture.parameters.tensors if shares_gradient(self.architecture, s, tp)]
+
+    # -- between pp_stages ---------------------------------------------------------------------------------------
+
+    def _input(self, micro: MicroBatch, *, with_gradient: bool = False) -> torch.Tensor:
+        tokens = micro.sequences.tokens
+        if self.module.is_first:
+            return self.module.embed(tokens)
+        hidden = self.receive(self.groups.down, (*tokens.shape, self.hidden_size), +1)
+        return hidden.requires_grad_(with_gradient)
+
+    @property
+    def hidden_size(self) -> int:
+        return int(self.architecture.config.hidden_size)
+
+    def send(self, group: Communicator, tensor: torch.Tensor, step: Literal[1, -1]) -> tuple[torch.Tensor, Any]:
+        """The tensor is kept beside the send, which reads it until it has completed."""
+        tensor = tensor.contiguous()
+        return tensor, group.isend(tensor, group.ranks[group.index + step])
+
+    def receive(self, group: Communicator, shape: tuple[int, ...], step: Literal[1, -1]) -> torch.Tensor:
+        buffer = torch.empty(shape, dtype=getattr(torch, self.architecture.dtype), device=self.device)
+        group.irecv(buffer, group.ranks[group.index - step]).wait()
+        return buffer
+
+
+def one_forward_one_backward(
+    num_micro_batches: int, pp: int, pp_stage: int
+) -> Iterator[tuple[Literal["forward", "backward"], int]]:
+    """The 1F1B order of one pp_stage (PipeDream-Flush, Narayanan et al. 2021): at most pp - pp_stage are in flight."""
+    warmup = min(pp - pp_stage - 1, num_micro_batches)
+    for i in range(warmup):
+        yield "forward", i
+    for i in range(warmup, num_micro_batches):
+        yield "forward", i
+        yield "backward", i - warmup
+    for i in range(num_micro_batches - warmup, num_micro_batches):
+        yield "backward", i

@@ -1,0 +1,158 @@
+"""A worker process: one device, one main thread that runs commands in order, one listener for aborts.
+
+    controller ── commands ──> main thread   runs them one after the other, answers each
+               ── control ───> listener      raises the abort flag; ends the process when the controller is gone
+
+Every command carries an epoch. An abort names an epoch: commands of that epoch and before are ended or refused,
+later ones run. So an abort that arrives late cannot hit the work that came after it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import pickle
+import signal
+import threading
+import traceback
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from nereus.core.errors import Aborted
+from nereus.runtime.abort import AbortFlag
+
+LOST_CONTROLLER_EXIT = 17
+"""Exit code of a worker whose controller has gone."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerContext:
+    """What a program gets to know about where it runs."""
+
+    device_id: int
+    device: torch.device
+    store: dist.Store
+    flag: AbortFlag
+    timeout_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerSettings:
+    """How to start a worker. program: "module:Class", built with (context, *arguments); its methods are the commands."""
+
+    program: str
+    arguments: tuple[Any, ...]
+    store_host: str
+    store_port: int
+    device_type: str
+    timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    number: int
+    epoch: int
+    method: str
+    arguments: tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """An exception of a worker, as it reaches the controller."""
+
+    kind: str
+    message: str
+    traceback: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    number: int
+    value: Any = None
+    failure: Failure | None = None
+
+
+class _Epochs:
+    """Which commands may run; shared by the main thread and the listener."""
+
+    def __init__(self, flag: AbortFlag) -> None:
+        self._flag = flag
+        self._lock = threading.Lock()
+        self._running = 0
+        self._aborted = -1
+        self._reason = ""
+
+    def enter(self, epoch: int) -> None:
+        with self._lock:
+            self._running = epoch
+            if epoch <= self._aborted:
+                raise Aborted(self._reason)
+            self._flag.clear()
+
+    def abort(self, epoch: int, reason: str) -> None:
+        with self._lock:
+            self._aborted, self._reason = max(epoch, self._aborted), reason
+            if self._running <= epoch:
+                self._flag.raise_flag(reason)
+
+
+def send(channel: Connection, message: Any) -> None:
+    """Plain pickling: torch's own reducers would pass tensors as shared-memory files, one descriptor each."""
+    channel.send_bytes(pickle.dumps(message, protocol=5))
+
+
+def receive(channel: Connection) -> Any:
+    """The inverse of `send`, on a pipe between processes that we started ourselves."""
+    return pickle.loads(channel.recv_bytes())
+
+
+def worker_main(device_id: int, settings: WorkerSettings, commands: Connection, control: Connection) -> None:
+    """The life of a worker process; returns when told to stop."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the controller, which lets the step end
+    torch.set_num_threads(1)
+    flag = AbortFlag()
+    epochs = _Epochs(flag)
+    threading.Thread(target=_listen, args=(control, epochs), name="control", daemon=True).start()
+    device = torch.device(settings.device_type, device_id) if settings.device_type == "cuda" else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    context = WorkerContext(
+        device_id=device_id,
+        device=device,
+        store=dist.TCPStore(settings.store_host, settings.store_port, is_master=False),
+        flag=flag,
+        timeout_s=settings.timeout_s,
+    )
+    module, _, name = settings.program.partition(":")
+    program = getattr(importlib.import_module(module), name)(context, *settings.arguments)
+    while True:
+        try:
+            command: Command | None = receive(commands)
+        except EOFError:
+            os._exit(LOST_CONTROLLER_EXIT)
+        if command is None:
+            break
+        send(commands, _run(program, command, epochs))
+    os._exit(0)  # not through interpreter shutdown: a helper thread may still sit in a Gloo call
+
+
+def _run(program: Any, command: Command, epochs: _Epochs) -> Reply:
+    try:
+        epochs.enter(command.epoch)
+        return Reply(command.number, getattr(program, command.method)(*command.arguments))
+    except Exception as error:  # whatever it is, it is the controller that must know
+        failure = Failure(kind=type(error).__name__, message=str(error), traceback=traceback.format_exc())
+        return Reply(command.number, failure=failure)
+
+
+def _listen(control: Connection, epochs: _Epochs) -> None:
+    while True:
+        try:
+            epoch, reason = control.recv()
+        except (EOFError, OSError):
+            os._exit(LOST_CONTROLLER_EXIT)
+        epochs.abort(epoch, reason)

@@ -1,0 +1,397 @@
+"""A run on the console while it goes on: a live display for a terminal, plain lines for a log.
+
+    event -> Progress.after -> progress (frozen) -> what is drawn
+
+The live display is drawn by a thread of rich's, several times a second; it reads one frozen `Progress`, so
+that `handle` needs no lock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Protocol, Self
+
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from nereus.core.events import (
+    CheckpointWritten,
+    Event,
+    RunFinished,
+    RunStarted,
+    StepFinished,
+    TransitionFinished,
+)
+from nereus.core.plan import Placement, Plan, Position, split_evenly
+from nereus.telemetry import describe
+from nereus.telemetry.progress import (
+    RECENT_STEPS,
+    Progress,
+    finite,
+    is_finite,
+    mean,
+    newly_not_finite,
+    stage_seconds,
+    total_seconds,
+)
+
+BLOCKS = "▁▂▃▄▅▆▇█"
+UNIT_STYLES = tuple(
+    f"black on {colour}"
+    for colour in ("bright_cyan", "bright_yellow", "bright_magenta", "bright_green", "bright_blue", "white")
+)
+WIDE, NARROW = 92, 76
+"""Characters from which there is room to breathe, and below which only the essential is shown."""
+
+
+class View(Protocol):
+    """Shows a run as its events come in; a context manager, so that the terminal is always given back."""
+
+    def handle(self, event: Event) -> None: ...
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None: ...
+
+
+def view_for(
+    console: Console, *, clock: Callable[[], float], folder: Path | None = None, history: Iterable[Event] = ()
+) -> View:
+    """The live view if the console is a terminal that can draw it, plain lines otherwise."""
+    can_draw = console.is_interactive and not console.is_dumb_terminal and console.encoding.startswith("utf")
+    kind = LiveView if can_draw else PlainView
+    return kind(console, clock=clock, folder=folder, history=history)
+
+
+class PlainView:
+    """A run as lines of plain ASCII: one a step, a transition, a checkpoint. What a CI log shows.
+
+    clock: seconds, for elapsed and remaining time. folder: named in the summary.
+    history: the events before a resume, so that the summary is of the whole run.
+    """
+
+    def __init__(
+        self,
+        console: Console,
+        *,
+        clock: Callable[[], float],
+        folder: Path | None = None,
+        history: Iterable[Event] = (),
+    ) -> None:
+        self._console = console
+        self._clock = clock
+        self._folder = folder
+        self._progress = _replay(history)
+
+    def handle(self, event: Event) -> None:
+        """Print what this event is about, if a line is due."""
+        now_s = self._clock()
+        self._progress = self._progress.after(event, now_s)
+        for line in self._lines(event, now_s):
+            # soft_wrap: a log has no width, so a line must stay one line
+            self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    def _lines(self, event: Event, now_s: float) -> list[str]:
+        match event:
+            case RunStarted():
+                return [describe.start(event), *(f"  {describe.placement(p)}" for p in event.plan.placements)]
+            case StepFinished():
+                return [describe.step(event, self._progress, now_s), *_warnings(self._progress)]
+            case TransitionFinished():
+                return [describe.transition(event)]
+            case CheckpointWritten():
+                return [describe.checkpoint(event)]
+            case RunFinished():
+                return describe.summary(self._progress, now_s, self._folder)
+            case _:
+                return []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        pass
+
+
+class LiveView:
+    """A run as a display that stays in place; what happens once (transitions, warnings) is printed above it.
+
+    The same arguments as PlainView. `rich` draws the view itself, which is what it is at that moment.
+    """
+
+    def __init__(
+        self,
+        console: Console,
+        *,
+        clock: Callable[[], float],
+        folder: Path | None = None,
+        history: Iterable[Event] = (),
+    ) -> None:
+        self._console = console
+        self._clock = clock
+        self._folder = folder
+        self._progress = _replay(history)
+        self._live = Live(self, console=console, refresh_per_second=4)
+
+    def handle(self, event: Event) -> None:
+        """Take the event into the display, print above it what should stay to be read."""
+        now_s = self._clock()
+        self._progress = self._progress.after(event, now_s)
+        match event:
+            case StepFinished():
+                self._announce(_warnings(self._progress), "yellow")
+            case TransitionFinished():
+                self._announce([describe.transition(event)])
+            case RunFinished():
+                self._live.stop()
+                self._console.print()
+                self._announce(describe.summary(self._progress, now_s, self._folder))
+
+    def _announce(self, lines: Sequence[str], style: str = "") -> None:
+        for line in lines:
+            self._console.print(_coloured(line, style))
+
+    def __enter__(self) -> Self:
+        self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._live.stop()
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        progress = self._progress
+        if progress.run is None or progress.plan is None:
+            yield Text("starting ...", style="dim")
+            return
+        width = options.max_width
+        below = [
+            *_trends(progress, width),
+            *_sample(progress),
+            Text(),
+            plan_table(progress.plan, progress.devices, width=width),
+        ]
+        above = _header(progress, self._clock(), width)
+        fixed_lines = 4 + len(above) + len(below) + len(progress.plan.placements)
+        num_rows = max(2, min(RECENT_STEPS, console.height - fixed_lines))
+        yield Group(*above, Text(), _step_table(progress, num_rows, width), Text(), *below)
+
+
+def _replay(history: Iterable[Event]) -> Progress:
+    progress = Progress()
+    for event in history:
+        progress = progress.after(event, 0.0)
+    return progress
+
+
+def _warnings(progress: Progress) -> list[str]:
+    names = newly_not_finite(progress)
+    return [describe.not_finite(progress.steps[-1].step, names)] if names else []
+
+
+def _coloured(line: str, style: str = "") -> Text:
+    text = Text(line, style=style)
+    text.highlight_regex(r"state equal: yes", "green")
+    text.highlight_regex(r"state equal: NO", "bold red")
+    text.highlight_regex(r"^step \d+: .*plan changed", "bold")
+    return text
+
+
+def _header(progress: Progress, now_s: float, width: int) -> list[RenderableType]:
+    assert progress.run is not None
+    run = progress.run
+    title = Text(run.job, style="bold", no_wrap=True, overflow="ellipsis")
+    title.append(f"  run {run.run}  {run.algorithm}  {len(progress.devices)} devices", style="dim")
+    if progress.checkpoint is not None:
+        title.append(f"  checkpoint at step {progress.checkpoint.step}", style="dim")
+    elapsed, left = describe.duration(progress.elapsed_s(now_s)), describe.duration(progress.left_s(now_s))
+    times = f"{progress.num_done}/{progress.num_steps} steps  elapsed {elapsed}  left {left}"
+    now = f"step {progress.stage.step}: {progress.stage.stage}" if progress.stage else ""
+    line = Table.grid(padding=(0, 2, 0, 0))
+    bar_width = 24 if width >= WIDE else 14 if width >= NARROW else 4
+    line.add_row(
+        ProgressBar(total=max(1, progress.num_steps), completed=progress.num_done, width=bar_width),
+        Text(times, no_wrap=True),
+        Text(now, style="cyan", no_wrap=True, overflow="ellipsis"),
+    )
+    return [title, line]
+
+
+def _step_table(progress: Progress, num_rows: int, width: int) -> Table:
+    """The last steps. A step before which the plan changed is marked with a star."""
+    steps = progress.steps[-num_rows:]
+    metrics = [
+        (label, name)
+        for label, name in describe.METRICS
+        if name != "score" or any("score" in step.metrics for step in steps)
+    ]
+    table = Table(box=None, padding=(0, 2 if width >= WIDE else 1, 0, 0), header_style="dim", pad_edge=False)
+    stages = ("generation", "inference", "training", "other") if width >= NARROW else ()
+    for heading in ("step", *(label for label, _ in metrics), "seconds", *stages):
+        table.add_column(heading, justify="right", no_wrap=True, min_width=6 if heading != "step" else 5)
+    for step in steps:
+        changed = step.step in progress.changed_steps
+        parts = stage_seconds(step)
+        table.add_row(
+            Text(f"* {step.step}" if changed else str(step.step), style="bold yellow" if changed else ""),
+            *(_metric(step.metrics.get(name)) for _, name in metrics),
+            Text(describe.seconds(total_seconds(step)), style="bold"),
+            *(describe.seconds(parts[stage]) for stage in stages),
+        )
+    return table
+
+
+def _metric(value: float | None) -> Text:
+    if value is None:
+        return Text("-", style="dim")
+    return Text(describe.number(value), style="" if is_finite(value) else "bold red")
+
+
+def _trends(progress: Progress, width: int) -> list[RenderableType]:
+    lines: list[RenderableType] = []
+    for label, metric, style in (("reward", "reward", "green"), ("length", "length_mean", "cyan")):
+        values = progress.values(metric)
+        if kept := finite(values):
+            line = Text(f"{label}  ", no_wrap=True, overflow="crop")
+            line.append(sparkline(values, max(8, min(80, width - 30))), style=style)
+            line.append(f"  {describe.number(kept[0])} -> {describe.number(kept[-1])}")
+            lines.append(line)
+    return lines
+
+
+def _sample(progress: Progress) -> list[RenderableType]:
+    if not progress.steps or not progress.steps[-1].sample:
+        return []
+    words = " ".join(progress.steps[-1].sample.split())
+    shown = "".join(c if c.isprintable() else "?" for c in words)  # a model may well write escape codes
+    return [Text.assemble(("sample  ", "dim"), shown, no_wrap=True, overflow="ellipsis")]
+
+
+def sparkline(values: Sequence[float], width: int) -> str:
+    """One character for each value, lowest to highest block; for more than `width`, for the mean of some.
+
+    A value that is not finite, or a group without a finite one, is a gap.
+    """
+    if len(values) > width:
+        values = [mean([values[i] for i in group]) for group in split_evenly(len(values), width)]
+    kept = finite(values)
+    low, high = min(kept, default=0.0), max(kept, default=0.0)
+    return "".join(_block(v, low, high) if is_finite(v) else " " for v in values)
+
+
+def _block(value: float, low: float, high: float) -> str:
+    if high == low:
+        return BLOCKS[len(BLOCKS) // 2]
+    return BLOCKS[round((value - low) / (high - low) * (len(BLOCKS) - 1))]
+
+
+def plan_table(plan: Plan, devices: Iterable[int], *, width: int = 100) -> Table:
+    """A plan as a table: a row for each model-stage, a column for each device, in it what that device holds.
+
+    A cell reads `u0 p1 t0`: unit 0, pp_stage 1, tp_rank 0, the latter two only where the layout has more than
+    one; shorter (`u0p1t0`, `0.1.0`, `0`) the less room there is. Devices that do not fit into `width`
+    characters at all are one column of ranges, folded if need be.
+    """
+    columns = sorted({*devices, *plan.gpus})
+    for headings, cell in _PLAN_STYLES:
+        cell_width = max([len(cell(p, p.position(g))) for p in plan.placements for g in p.gpus], default=1)
+        cell_width = max(cell_width, len(str(columns[-1]))) if columns else cell_width
+        if _properties_width(plan, headings) + len(columns) * (cell_width + 1) <= width:
+            return _device_table(plan, columns, headings, cell, cell_width)
+    return _range_table(plan)
+
+
+_Cell = Callable[[Placement, Position], str]
+
+
+def _labels(p: Placement, position: Position) -> list[str]:
+    labels = [f"u{position.unit}"]
+    labels += [f"p{position.pp_stage}"] if p.layout.pp > 1 else []
+    labels += [f"t{position.tp_rank}"] if p.layout.tp > 1 else []
+    return labels
+
+
+def _spaced(p: Placement, position: Position) -> str:
+    return " ".join(_labels(p, position))
+
+
+def _joined(p: Placement, position: Position) -> str:
+    return "".join(_labels(p, position))
+
+
+def _dotted(p: Placement, position: Position) -> str:
+    return ".".join(label[1:] for label in _labels(p, position))
+
+
+def _unit_only(p: Placement, position: Position) -> str:
+    return str(position.unit)
+
+
+_LONG = ("plan", "tp", "pp", "dp", "micro-batch", "recompute")
+_SHORT = ("plan", "tp", "pp", "dp", "mb", "rc")
+_PLAN_STYLES: tuple[tuple[tuple[str, ...], _Cell], ...] = (
+    (_LONG, _spaced),
+    (_LONG, _joined),
+    (_SHORT, _joined),
+    (_SHORT, _dotted),
+    (_SHORT, _unit_only),
+)
+
+
+def _properties(p: Placement) -> tuple[str, ...]:
+    return (
+        str(p.model_stage),
+        str(p.layout.tp),
+        str(p.layout.pp),
+        str(p.dp),
+        str(p.micro_batch),
+        "yes" if p.recompute else "-",
+    )
+
+
+def _properties_width(plan: Plan, headings: tuple[str, ...]) -> int:
+    rows = [headings, *(_properties(p) for p in plan.placements)]
+    return sum(max(map(len, column)) + 1 for column in zip(*rows, strict=True))
+
+
+def _plan_table(headings: tuple[str, ...]) -> Table:
+    table = Table(box=None, padding=(0, 1, 0, 0), header_style="dim", pad_edge=False)
+    table.add_column(headings[0], no_wrap=True)
+    for heading in headings[1:]:
+        table.add_column(heading, justify="right", no_wrap=True)
+    return table
+
+
+def _device_table(plan: Plan, columns: Sequence[int], headings: tuple[str, ...], cell: _Cell, cell_width: int) -> Table:
+    table = _plan_table(headings)
+    for device in columns:
+        table.add_column(str(device), justify="center", no_wrap=True, width=cell_width)
+    for p in plan.placements:
+        table.add_row(*_properties(p), *(_device_cell(p, device, cell, cell_width) for device in columns))
+    return table
+
+
+def _device_cell(p: Placement, device: int, cell: _Cell, cell_width: int) -> Text:
+    if device not in p.gpus:
+        return Text(".".center(cell_width), style="dim")
+    position = p.position(device)
+    style = UNIT_STYLES[position.unit % len(UNIT_STYLES)]
+    return Text(cell(p, position).center(cell_width), style=style)
+
+
+def _range_table(plan: Plan) -> Table:
+    table = _plan_table(_SHORT)
+    table.add_column("devices", overflow="fold")
+    for p in plan.placements:
+        table.add_row(*_properties(p), describe.ranges(p.gpus))
+    return table

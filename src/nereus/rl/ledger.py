@@ -27,7 +27,7 @@ class LedgerEntry:
     mini_batch: int
     samples: tuple[tuple[int, int], ...]
 
-    def keys(self) -> Iterable[Key]:
+    def trained(self) -> Iterable[Key]:
         return ((position, sample, self.epoch) for position, sample in self.samples)
 
 
@@ -42,12 +42,12 @@ class Account:
 
 def account(entries: Iterable[LedgerEntry], *, positions: int, samples_per_prompt: int, epochs: int) -> Account:
     """Compare a ledger with every key of the first `positions` prompts."""
-    seen = Counter(key for entry in entries for key in entry)
+    seen = Counter(key for entry in entries for key in entry.trained())
     wanted = {(p, s, e) for p in range(positions) for s in range(samples_per_prompt) for e in range(epochs)}
     return Account(
         trained=len(seen),
         repeated=sum(seen.values()) - len(seen),
-        skipped=len(wanted - seen.keys()),
+        skipped=len(wanted - set(seen)),
     )
 
 

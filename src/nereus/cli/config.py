@@ -1,23 +1,26 @@
-"""The boundary: YAML text and `--set` overrides in, a checked `Job` out; one line for each mistake."""
+"""The boundary: YAML text and `--set` overrides in, a checked `Job` out; one line for each mistake.
+
+text -> tree (dicts, lists, scalars) -> overrides -> names are known -> types, bounds -> Job's own checks
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
-import types
-import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 from pydantic import TypeAdapter, ValidationError
-from typing_extensions import Doc
 
+from nereus.cli.schema import alternatives, bare, expected, inside, is_section, members
 from nereus.core.errors import UserError
 from nereus.core.job import Job
 
 _ADAPTER: TypeAdapter[Job] = TypeAdapter(Job)
+
+TreePath = tuple[str | int, ...]
 
 
 def load_job(path: Path, overrides: Sequence[str] = ()) -> Job:
@@ -27,26 +30,33 @@ def load_job(path: Path, overrides: Sequence[str] = ()) -> Job:
     """
     file = path / "job.yaml" if path.is_dir() else path
     try:
-        text = file.read_text()
+        text = file.read_text(encoding="utf-8")
     except OSError as error:
         raise UserError(f"job file {file} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"job file {file} is not text: byte {error.start} is not UTF-8") from error
     return parse_job(text, where=str(file), base=file.resolve().parent, overrides=overrides)
 
 
 def parse_job(text: str, *, where: str, base: Path, overrides: Sequence[str] = ()) -> Job:
     """See `load_job`. base: the folder that relative model paths start from."""
     try:
-        tree = yaml.safe_load(text)
+        tree = yaml.load(text, _Loader)
     except yaml.YAMLError as error:
-        raise UserError(f"{where} is not valid YAML: {' '.join(str(error).split())}") from error
+        raise UserError(f"{where} is not valid YAML: {_yaml_mistake(error)}") from error
     if not isinstance(tree, dict):
-        raise UserError(f"{where} is not a job: it must be a mapping with name, steps, model, task, ...")
+        found = "empty" if tree is None else _shown(tree)
+        raise UserError(f"{where} is not a job but {found}: it must have name, steps, model, task and so on")
     for override in overrides:
         _override(tree, override)
+    for mistake in _unknown_names(Job, tree):
+        raise UserError(f"{where}: {mistake}")
     try:
         job = _ADAPTER.validate_python(tree)
     except ValidationError as error:
-        raise UserError(f"{where}: {_first_mistake(error)}") from error
+        raise UserError(f"{where}: {_mistake(error, tree)}") from error
+    if job.name in (".", "..") or "/" in job.name:
+        raise UserError(f"{where}: name: {job.name!r} is wrong: it must do as the name of a folder")
     return _absolute(job, base)
 
 
@@ -55,119 +65,138 @@ def dump_job(job: Job) -> str:
     return yaml.safe_dump(_ADAPTER.dump_python(job, mode="json"), sort_keys=False)
 
 
-def describe_fields() -> Iterator[tuple[str, str, str, str]]:
-    """(field, type, default, documentation) of every field of a job file."""
-    yield from _describe(Job, "")
+def override_paths(overrides: Sequence[str]) -> list[tuple[str, ...]]:
+    """The fields that overrides set: `("batch", "prompts")`."""
+    return [tuple(override.partition("=")[0].split(".")) for override in overrides]
+
+
+class _Loader(yaml.SafeLoader):
+    """Refuses a name that stands twice in a section: YAML forbids it, and PyYAML would take the last."""
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        node: yaml.MappingNode = super().compose_mapping_node(anchor)
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.value in seen:
+                raise yaml.composer.ComposerError(None, None, f"{key.value} stands there twice", key.start_mark)
+            seen.add(key.value if isinstance(key, yaml.ScalarNode) else "")
+        return node
+
+
+def _yaml_mistake(error: yaml.YAMLError) -> str:
+    mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
+    if mark is None or problem is None:
+        return " ".join(str(error).split())
+    return f"line {mark.line + 1}, column {mark.column + 1}: {problem}"
 
 
 def _override(tree: dict[str, Any], override: str) -> None:
+    """Set one field of the tree. Sections on the way are made, in the place of a scalar where need be."""
     path, equals, text = override.partition("=")
-    if not equals or not path:
-        raise UserError(f"--set {override!r} is not of the form field=value, as in batch.prompts=64")
     *parents, last = path.split(".")
+    if not equals or not all((*parents, last)):
+        raise UserError(f"--set {override!r} is not of the form FIELD=VALUE, as in --set batch.prompts=64")
+    try:
+        value = yaml.load(text, _Loader)
+    except yaml.YAMLError as error:
+        raise UserError(f"--set {override!r}: the value is not valid YAML: {_yaml_mistake(error)}") from error
     node: Any = tree
     for name in parents:
-        node = node.setdefault(name, {}) if isinstance(node, dict) else node
-        if node is None or isinstance(node, str | int | float | list):
-            raise UserError(f"--set {override!r}: {name} has no fields")
-    try:
-        node[last] = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise UserError(f"--set {override!r}: the value is not valid YAML") from error
+        key = _key(node, name, override)
+        if not isinstance(_item(node, key), dict | list):
+            node[key] = {}
+        node = node[key]
+    node[_key(node, last, override)] = value
 
 
-def _first_mistake(error: ValidationError) -> str:
-    """One line for the first of a validation's errors."""
-    mistakes = error.errors(include_url=False)
-    # A union reports every member it tried; what matters is the member that came nearest: the longest path.
-    mistake = max(mistakes, key=lambda m: (m["type"] == "extra_forbidden", len(m["loc"])))
-    if mistake["type"] == "value_error":
-        return str(mistake["msg"]).removeprefix("Value error, ")
-    names = [str(part) for part in mistake["loc"] if not _is_union_tag(part)]
-    field = ".".join(names)
-    if mistake["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
-        return f"{field}: unknown field{_did_you_mean(names)}"
-    if mistake["type"] in ("missing", "missing_argument"):
-        return f"{field}: is required and not given"
-    return f"{field}: {mistake['input']!r} is wrong: {mistake['msg'][:1].lower()}{mistake['msg'][1:]}"
+def _key(node: Any, name: str, override: str) -> str | int:
+    if not isinstance(node, list):
+        return name
+    if not name.isdecimal() or int(name) >= len(node):
+        raise UserError(f"--set {override!r}: {name} is no item of that list, which has {len(node)}, counted from 0")
+    return int(name)
 
 
-def _is_union_tag(part: object) -> bool:
-    return isinstance(part, str) and (part.startswith(("literal[", "mapping[", "Mapping[", "function-")) or "[" in part)
-
-
-def _did_you_mean(names: Sequence[str]) -> str:
-    section, prefix = ".".join(names[:-1]), ""
-    siblings = []
-    for field, *_ in describe_fields():
-        parent, _, leaf = field.rpartition(".")
-        if parent.replace("MODEL/STAGE", "*") == section or _same_section(parent, section):
-            siblings.append(leaf)
-    close = difflib.get_close_matches(names[-1], siblings, 1)
-    return (
-        f"; did you mean {prefix}{close[0]}?" if close else (f"; known are {', '.join(siblings)}" if siblings else "")
-    )
-
-
-def _same_section(pattern: str, section: str) -> bool:
-    a, b = pattern.split(".") if pattern else [], section.split(".") if section else []
-    return len(a) == len(b) and all(x == y or x in ("MODEL/STAGE", "N") for x, y in zip(a, b, strict=True))
-
-
-def _describe(owner: type, prefix: str) -> Iterator[tuple[str, str, str, str]]:
-    hints = typing.get_type_hints(owner, include_extras=True)
-    for field in dataclasses.fields(owner):
-        if field.name.startswith("__"):
-            continue
-        annotation = hints[field.name]
-        doc = next((m.documentation for m in getattr(annotation, "__metadata__", ()) if isinstance(m, Doc)), "")
-        name = f"{prefix}{field.name}"
-        nested = list(_sections(annotation))
-        yield name, _type_name(annotation), _default(field), doc
-        for suffix, section in nested:
-            yield from _describe(section, f"{name}{suffix}.")
-
-
-def _sections(annotation: Any) -> Iterator[tuple[str, type]]:
-    """The sections inside a field's type, with what stands between the field's name and theirs."""
-    annotation = _bare(annotation)
-    if dataclasses.is_dataclass(annotation) and isinstance(annotation, type):
-        yield "", annotation
+def _unknown_names(annotation: Any, tree: Any, path: TreePath = ()) -> Iterator[str]:
+    """One line for each name in the tree that the schema does not have."""
+    if bare(annotation) is Any:
         return
-    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
-    if origin in (typing.Union, types.UnionType):
-        for argument in arguments:
-            yield from _sections(argument)
-    elif origin is not None and isinstance(origin, type) and arguments:
-        step = ".MODEL/STAGE" if issubclass(origin, Mapping) else ".N"
-        for suffix, section in _sections(arguments[-1]):
-            yield step + suffix, section
+    sections = [a for a in map(bare, alternatives(annotation)) if is_section(a)]
+    items: Iterator[tuple[Any, Any]] = iter(())
+    if isinstance(tree, dict):
+        items = iter(tree.items())
+    elif isinstance(tree, list):
+        items = iter(enumerate(tree))
+    for key, value in items:
+        if isinstance(tree, dict) and not isinstance(key, str):
+            yield f"{_dotted(path) or 'the job'}: {_shown(key)} is not a name"
+            continue
+        below = inside(annotation, key)
+        if below is not None:
+            yield from _unknown_names(below, value, (*path, key))
+        elif sections and isinstance(tree, dict):
+            yield f"{_dotted((*path, key))}: there is no such field{_suggestion(str(key), list(members(sections[0])))}"
 
 
-def _bare(annotation: Any) -> Any:
-    return typing.get_args(annotation)[0] if hasattr(annotation, "__metadata__") else annotation
+def _suggestion(wrong: str, known: Sequence[str]) -> str:
+    close = difflib.get_close_matches(wrong, known, n=2)
+    return f"; did you mean {' or '.join(close)}?" if close else f"; there are {', '.join(known)}"
 
 
-def _type_name(annotation: Any) -> str:
-    annotation = _bare(annotation)
-    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
-    if origin is typing.Literal:
-        return " | ".join(str(a) for a in arguments)
-    if origin in (typing.Union, types.UnionType):
-        return " | ".join(_type_name(a) for a in arguments)
-    if origin is not None:
-        if issubclass(origin, Mapping):
-            return "mapping"
-        return "list of " + _type_name(arguments[0])
-    if dataclasses.is_dataclass(annotation):
-        return "section"
-    return "null" if annotation is type(None) else str(getattr(annotation, "__name__", annotation))
+def _mistake(error: ValidationError, tree: Any) -> str:
+    """One line for the first of a validation's errors."""
+    errors = error.errors(include_url=False)
+    if errors[0]["type"] == "value_error" and not errors[0]["loc"]:  # from Job itself, in our own words
+        return str(errors[0]["msg"]).removeprefix("Value error, ")
+    # A union reports every alternative that it tried. What was meant is the one that came furthest into the tree.
+    paths = [_tree_path(mistake["loc"], tree) for mistake in errors]
+    first = paths[0]
+    path = max((p for p in paths if p[: len(first)] == first), key=len)
+    annotation: Any = Job
+    value: Any = tree
+    for key in path:
+        annotation = inside(annotation, key)
+        value = _item(value, key, _MISSING)
+    what = "is missing" if value is _MISSING else f"{_shown(value)} is wrong"
+    return f"{_dotted(path)}: {what}: it must be {expected(annotation)}"
 
 
-def _default(field: dataclasses.Field[Any]) -> str:
-    if field.default is not dataclasses.MISSING:
-        return "null" if field.default is None else str(field.default)
-    return "required" if field.default_factory is dataclasses.MISSING else ""
+_MISSING = object()
+
+
+def _tree_path(loc: Sequence[str | int], tree: Any) -> TreePath:
+    """An error's location without the names of union members that pydantic puts in between."""
+    path: list[str | int] = []
+    annotation: Any = Job
+    for part in loc:
+        below = inside(annotation, part) if isinstance(tree, dict | list) else None
+        if below is None or (isinstance(part, str) and part not in tree and not _is_field(annotation, part)):
+            continue
+        if isinstance(tree, list) and (not isinstance(part, int) or part >= len(tree)):
+            break  # an item that is not there: it is the list that is wrong
+        path.append(part)
+        annotation = below
+        tree = _item(tree, part)
+    return tuple(path)
+
+
+def _is_field(annotation: Any, name: str) -> bool:
+    return any(is_section(a) and name in members(a) for a in map(bare, alternatives(annotation)))
+
+
+def _item(tree: Any, key: Any, default: Any = None) -> Any:
+    return tree[key] if isinstance(tree, list) else tree.get(key, default)
+
+
+def _dotted(path: Sequence[Any]) -> str:
+    return ".".join(map(str, path))
+
+
+def _shown(value: Any) -> str:
+    """A value as it stands in the file, cut to fit into a line."""
+    words = {None: "null", True: "true", False: "false"}
+    text = words[value] if value is None or isinstance(value, bool) else repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def _absolute(job: Job, base: Path) -> Job:
@@ -176,5 +205,5 @@ def _absolute(job: Job, base: Path) -> Job:
     for name in ("model", "critic", "reward"):
         section = getattr(job, name)
         if section is not None and not section.path.startswith("package:"):
-            changed[name] = dataclasses.replace(section, path=str(base / section.path))
+            changed[name] = dataclasses.replace(section, path=str(base / Path(section.path).expanduser()))
     return dataclasses.replace(job, **changed)

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import tyro
 from rich.console import Console
 
+from nereus.cli.failure import RunFailed
 from nereus.core.errors import UserError
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing is downloaded while a job runs
@@ -54,35 +58,103 @@ class Run:
         )
         summary = run_job(request, Console(stderr=self.json))
         if self.json:
-            print(json.dumps(summary))
+            print(json.dumps({name: value for name, value in summary.items() if name != "history"}))
         return 0
 
 
+@dataclass(frozen=True, kw_only=True)
+class Bench:
+    """Measure what README and docs quote.
+
+    equivalence: that a run which changes its plan trains as one that does not (several runs of the job).
+    """
+
+    name: tyro.conf.Positional[Literal["equivalence"]]
+    """Which bench."""
+    job: Annotated[Path, tyro.conf.arg(metavar="JOB")] = Path("examples/count")
+    """Job file to measure with."""
+    set: Annotated[tuple[str, ...], tyro.conf.arg(metavar="FIELD=VALUE"), tyro.conf.UseAppendAction] = ()
+    """Override a field of the job file; may be given again."""
+    seeds: int = 3
+    """Seeds of the free runs."""
+    folder: Annotated[Path, tyro.conf.arg(metavar="FOLDER")] = Path("runs/bench")
+    """Where its runs are kept."""
+    json: bool = False
+    """Print one JSON object on stdout, and nothing else there."""
+
+    def main(self) -> int:
+        from nereus.cli.bench_equivalence import equivalence
+
+        console = Console(stderr=self.json)
+        found = equivalence(
+            self.job, self.set, self.seeds, self.folder, lambda line: console.print(f"[dim]{line}[/dim]")
+        )
+        if self.json:
+            print(json.dumps(found))
+        else:
+            for row in found["rows"]:
+                mark = "[green]ok[/green]" if row["ok"] else "[red]NO[/red]"
+                console.print(f"{mark}  {row['check']}: {row['value']:.3g} (limit {row['limit']:.3g})")
+        return 0 if found["summary"]["ok"] else 1
+
+
 def _print_fields() -> None:
-    from rich.table import Table
+    from rich.padding import Padding
+    from rich.text import Text
 
-    from nereus.cli.config import describe_fields
+    from nereus.cli.schema import list_fields
 
-    table = Table("field", "type", "default", "", box=None, header_style="bold")
-    for row in describe_fields():
-        table.add_row(*row)
-    Console().print(table)
+    console = Console()
+    for field in list_fields():
+        given = " (required)" if field.default is None else f" = {field.default}"
+        console.print(Text.assemble((field.path, "bold"), f": {field.type}{given}"), soft_wrap=True)
+        console.print(Padding(Text(field.doc, style="dim"), (0, 0, 0, 4)))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code."""
-    commands: dict[str, Callable[..., Run]] = {"run": Run}
     try:
-        command: Run = tyro.extras.subcommand_cli_from_dict(
-            commands, args=arguments, prog="nereus", description=__doc__, config=(tyro.conf.FlagCreatePairsOff,)
-        )
-        return command.main()
+        return _parse(arguments).main()
     except UserError as error:
         print(f"nereus: error: {error}", file=sys.stderr)
         return 2
+    except RunFailed as error:
+        print(f"nereus: error: {error}", file=sys.stderr)
+        if error.details:
+            print(f"\n{error.details}", end="", file=sys.stderr)
+        return error.exit_code
     except KeyboardInterrupt:
-        print("nereus: left at once; the last checkpoint is whole, go on with --resume", file=sys.stderr)
+        print("nereus: left before anything was started", file=sys.stderr)
         return 130
+
+
+def _parse(arguments: Sequence[str] | None) -> Run | Bench:
+    """The command that was asked for. Raises UserError with tyro's complaint, which is a box, as one line."""
+    commands: dict[str, Callable[..., Run | Bench]] = {"run": Run, "bench": Bench}
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            command: Run | Bench = tyro.extras.subcommand_cli_from_dict(
+                commands, args=arguments, prog="nereus", description=__doc__, config=(tyro.conf.FlagCreatePairsOff,)
+            )
+    except SystemExit as error:
+        if not error.code:
+            raise
+        raise UserError(_one_line(said.getvalue())) from error
+    return command
+
+
+def _one_line(box: str) -> str:
+    """What tyro says in a box: a title, a rule, the mistake, perhaps more rules and options that were meant."""
+    parts: list[list[str]] = [[]]
+    for line in box.splitlines():
+        if line.startswith("╭") or not any(map(str.isalnum, line)):
+            parts.append([])
+        else:
+            parts[-1].append(line.strip(" │"))
+    mistake, *more = [" ".join(part) for part in parts if part][0 if "╭" in box else 1 :]
+    meant = [option for part in more if part.startswith("Perhaps") for option in re.findall(r"--[a-z]+", part)]
+    return f"{mistake.rstrip('.')}; " + (f"did you mean {meant[0]}?" if meant else "see nereus --help")
 
 
 if __name__ == "__main__":

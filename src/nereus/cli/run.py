@@ -1,15 +1,19 @@
 """`nereus run`: put a job together, run it, show and store what happens, leave a checkpoint.
 
-run_job(new job, or resume)   opens the run folder, starts devices, hands everything to rl.loop, sums up
+run_job(new job, or resume)   checks everything, makes the run folder, starts devices, hands all to rl.loop, sums up
+
+Until everything has been checked nothing is written and nothing is started.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import math
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,13 +21,15 @@ from typing import Any
 
 from rich.console import Console
 
-from nereus.cli.config import dump_job, load_job
-from nereus.core.errors import UserError
-from nereus.core.events import CheckpointWritten, Event, RunFinished, RunStarted, StepFinished, TransitionFinished
-from nereus.core.job import Job, PlannedChange, initial_plan, planned_changes
-from nereus.core.plan import Plan
+from nereus.cli.config import dump_job
+from nereus.cli.failure import RunFailed
+from nereus.cli.start import Start, fresh, resumed
+from nereus.core.errors import PlanError, StateError, UserError
+from nereus.core.events import CheckpointWritten, Event, RunFinished, RunStarted, TransitionFinished
+from nereus.core.job import Job, PlannedChange
+from nereus.runtime.files import write_atomically
 from nereus.telemetry.folder import RunFolder, check_is_run, read_events
-from nereus.telemetry.progress import first_and_last
+from nereus.telemetry.progress import Progress, first_and_last
 
 LEDGER, ROLLOUTS = "ledger.jsonl", "rollouts"
 
@@ -42,47 +48,76 @@ class RunRequest:
     replay: Path | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Start:
-    """Where a run begins."""
-
-    job: Job
-    plan: Plan
-    devices: tuple[int, ...]
-    first_step: int
-    ledger_bytes: int
-    sources: Mapping[Any, Any]
-    digest: str = ""
-
-    @property
-    def changes(self) -> list[PlannedChange]:
-        return planned_changes(self.job, self.plan, self.devices, self.first_step)
-
-
 def run_job(request: RunRequest, console: Console) -> dict[str, Any]:
-    """Run to the end (or to Ctrl-C); returns the summary that `--json` prints. Raises UserError before any start."""
-    from nereus.rl.setup import check_layouts, prepare
+    """Run to the end (or to Ctrl-C); returns the summary that `--json` prints, and the metrics of each step, "history".
 
-    start = _resumed(request) if request.resume is not None else _fresh(request)
+    Raises UserError before anything is started, RunFailed when the run ends before its time.
+    """
+    with ExitStack() as stack:
+        folder = None
+        if request.resume is not None:
+            if request.job is not None:
+                raise UserError(f"--resume takes the job from the run folder: leave out {request.job}")
+            # The lock first: whoever holds it may still be writing checkpoints.
+            folder = stack.enter_context(RunFolder.open(request.resume, clock=time.time))
+            start = resumed(request.resume, request.overrides, static=request.static)
+        elif request.job is not None:
+            start = fresh(request.job, request.overrides, static=request.static)
+        else:
+            raise UserError("a job file is needed: nereus run JOB.yaml, or nereus run --resume RUN")
+        changes = start.changes
+        # torch and transformers take seconds to import: not before the job itself is known to be right.
+        from nereus.rl.setup import prepare
+        from nereus.runtime.cluster import WorkerDied, WorkerFailed
+
+        device_type = _device_type(start.job)
+        with console.status(f"checking {start.job.name}: models, task, plans"):  # on a terminal only
+            prepared = prepare(start.job, cache_folder())
+            _check(request, start, changes, prepared)
+        if folder is None:
+            folder = stack.enter_context(_new_folder(start.job))
+        else:
+            write_atomically(folder.job_path, dump_job(start.job))
+        try:
+            return _run(request, start, changes, prepared, folder, device_type, console)
+        except (KeyboardInterrupt, OSError, StateError, WorkerDied, WorkerFailed) as error:
+            raise _failed(error, folder) from error
+
+
+def _check(request: RunRequest, start: Start, changes: Sequence[PlannedChange], prepared: Any) -> None:
+    """What can be known to be wrong before anything starts, beyond the models and the task."""
+    from nereus.rl.rollouts import check_recorded
+    from nereus.rl.setup import check_layouts, check_restored
+
     job = start.job
-    changes = start.changes
-    console.print(f"[dim]checking {job.name}: models, task, plans[/dim]")
-    prepared = prepare(job, cache_folder())
-    for plan in (start.plan, *(change.plan for change in changes)):
-        check_layouts(prepared, plan, job.cluster.memory_gib * 2**30)
+    plans = {"plan": start.plan, **{f"changes: step {change.step}": change.plan for change in changes}}
+    for where, plan in plans.items():
+        try:
+            check_layouts(prepared, plan, job.cluster.memory_gib * 2**30)
+        except PlanError as error:
+            raise PlanError(f"{where}: {error}") from error
+    check_restored(prepared, start.sources)
     if request.replay is not None:
         check_is_run(request.replay)
-    folder = _run_folder(request, job)
-    with folder:
-        return _run(request, start, changes, prepared, folder, console)
+        check_recorded(
+            request.replay / ROLLOUTS,
+            range(start.first_step, job.steps),
+            prompts=job.batch.prompts,
+            samples_per_prompt=job.batch.samples_per_prompt,
+        )
+    if job.run.tensorboard:
+        from nereus.telemetry.tracker import TensorBoardTracker
+
+        TensorBoardTracker(Path())  # writes nothing yet; raises where tensorboard is not installed
 
 
 def _run(
     request: RunRequest,
-    start: _Start,
+    start: Start,
     changes: Sequence[PlannedChange],
     prepared: Any,
     folder: RunFolder,
+    device_type: str,
     console: Console,
 ) -> dict[str, Any]:
     from nereus.rl.ledger import Ledger
@@ -114,7 +149,7 @@ def _run(
             PROGRAM,
             (prepared.architectures,),
             preload=PRELOAD,
-            device_type=_device_type(job),
+            device_type=device_type,
             timeout_s=job.cluster.timeout_s,
         )
         stack.callback(cluster.close)
@@ -122,9 +157,17 @@ def _run(
         fleet = Fleet(cluster, prepared.specs)
         fleet.create(start.plan, {**prepared.sources, **start.sources})
         if start.digest and fleet.digest(list(start.sources)) != start.digest:
-            raise UserError(f"checkpoint of {folder.path}: the state that was read is not the state that was written")
+            raise UserError(
+                f"the checkpoint of step {start.first_step} of {folder.path} is damaged: the state that was read from it "
+                "is not the state that was written; delete its folder to go on from the one before"
+            )
+
+        saved = start.first_step
 
         def save(step: int) -> None:
+            nonlocal saved
+            if step == saved:
+                return
             saved_from = time.monotonic()
             path, num_bytes = save_checkpoint(
                 fleet,
@@ -134,11 +177,12 @@ def _run(
                 ledger_bytes=ledger.size,
                 keep=job.run.keep_checkpoints,
             )
+            saved = step
             seconds = time.monotonic() - saved_from
             emit(CheckpointWritten(step=step, path=str(path), num_bytes=num_bytes, seconds=seconds))
 
         def at_boundary(step: int) -> None:
-            if job.run.checkpoint_every and step % job.run.checkpoint_every == 0 and step < job.steps:
+            if job.run.checkpoint_every and step % job.run.checkpoint_every == 0:
                 save(step)
 
         stop = stack.enter_context(_interruptible(console))
@@ -155,41 +199,45 @@ def _run(
             at_boundary=at_boundary,
         )
         last = trainer.run(start.first_step)
-        if last > start.first_step:
-            save(last)
+        save(last)
         summary = summarise(folder, job, time.monotonic() - began)
-        emit(RunFinished(summary=summary, interrupted=last < job.steps))
+        facts = {name: value for name, value in summary.items() if name != "history"}
+        counts = {f"samples_{name}": value for name, value in summary["samples"].items()}
+        emit(RunFinished(summary={**facts, **counts}, interrupted=last < job.steps))
         return summary
 
 
 def summarise(folder: RunFolder, job: Job, seconds: float) -> dict[str, Any]:
-    """The facts of a run, from what it wrote down. Rewards and lengths are means over three steps."""
+    """The facts of a run, from what it wrote down. Rewards and lengths are means over three steps, None if not finite."""
     from nereus.rl.ledger import account, read_ledger
 
-    events = [record.event for record in read_events(folder.path)]
-    steps = list({e.step: e for e in events if isinstance(e, StepFinished)}.values())
+    progress = Progress()
+    for record in read_events(folder.path):
+        progress = progress.after(record.event, record.time_s)
     counted = account(
         read_ledger(folder.path / LEDGER),
-        positions=len(steps) * job.batch.prompts,
+        positions=len(progress.steps) * job.batch.prompts,
         samples_per_prompt=job.batch.samples_per_prompt,
         epochs=job.batch.epochs,
     )
-    reward_first, reward_last, _ = first_and_last([e.metrics["reward"] for e in steps])
-    length_first, length_last, _ = first_and_last([e.metrics["length_mean"] for e in steps])
-    samples = dataclasses.asdict(counted)
+    reward_first, reward_last, _ = map(_number, first_and_last(progress.values("reward")))
+    length_first, length_last, _ = map(_number, first_and_last(progress.values("length_mean")))
     return {
         "run": str(folder.path),
-        "steps": len(steps),
+        "steps": len(progress.steps),
         "seconds": seconds,
         "reward_first": reward_first,
         "reward_last": reward_last,
         "length_first": length_first,
         "length_last": length_last,
-        "transitions": [_transition_row(e) for e in events if isinstance(e, TransitionFinished)],
-        "samples": samples,
-        **{f"samples_{key}": value for key, value in samples.items()},
-        "history": [{"step": e.step, **e.metrics} for e in steps],
+        "transitions": [_transition_row(event) for event in progress.transitions],
+        "samples": dataclasses.asdict(counted),
+        "history": [{"step": event.step, **event.metrics} for event in progress.steps],
     }
+
+
+def _number(value: float) -> float | None:
+    return value if math.isfinite(value) else None
 
 
 def _transition_row(event: TransitionFinished) -> dict[str, Any]:
@@ -203,60 +251,61 @@ def _transition_row(event: TransitionFinished) -> dict[str, Any]:
     }
 
 
-def _fresh(request: RunRequest) -> _Start:
-    if request.job is None:
-        raise UserError("a job file is needed: nereus run JOB.yaml, or --resume RUN")
-    job = load_job(request.job, request.overrides)
-    if request.static:
-        job = dataclasses.replace(job, changes=())
-    devices = tuple(range(job.cluster.devices))
-    return _Start(job=job, plan=initial_plan(job), devices=devices, first_step=0, ledger_bytes=0, sources={})
+def _failed(error: BaseException, folder: RunFolder) -> RunFailed:
+    """What happened, what of the run is lost, and what to do next."""
+    from nereus.rl.saving import checkpoints
 
-
-def _resumed(request: RunRequest) -> _Start:
-    """From the newest checkpoint of a run; under its plan and devices then, or those that `--set` asks for."""
-    assert request.resume is not None
-    from nereus.rl.saving import newest_checkpoint
-
-    check_is_run(request.resume)
-    job = load_job(request.resume / "job.yaml", request.overrides)
-    if request.static:
-        job = dataclasses.replace(job, changes=())
-    restored = newest_checkpoint(request.resume / "checkpoints")
-    if restored.step >= job.steps:
-        raise UserError(
-            f"run {request.resume} has done its {job.steps} steps; to go on, ask for more: --set steps={job.steps + 10}"
+    progress = Progress()
+    for record in read_events(folder.path):
+        progress = progress.after(record.event, record.time_s)
+    what, details = _cause(error)
+    if kept := checkpoints(folder.checkpoints_path):
+        step, last = int(kept[-1].name.removeprefix("step-")), progress.num_done - 1
+        lost = (
+            "no step is lost"
+            if last < step
+            else f"step {step} is lost"
+            if last == step
+            else f"steps {step} to {last} are lost"
         )
-    asked = {override.partition("=")[0].split(".")[0] for override in request.overrides}
-    replaced = "plan" in asked or any(o.startswith("cluster.devices") for o in request.overrides)
-    plan = initial_plan(job) if replaced else restored.plan
-    devices = tuple(range(job.cluster.devices)) if replaced else restored.devices
-    return _Start(
-        job=job,
-        plan=plan,
-        devices=devices,
-        first_step=restored.step,
-        ledger_bytes=restored.ledger_bytes,
-        sources=restored.sources,
-        digest=restored.digest,
+        saved = f"{lost}, go on from the checkpoint of step {step}: nereus run --resume {folder.path}"
+    else:
+        saved = "there is no checkpoint yet (run.checkpoint_every makes some on the way): start the job again"
+    return RunFailed(
+        f"{what}, in step {progress.num_done}; {saved}",
+        details=details,
+        exit_code=130 if isinstance(error, KeyboardInterrupt) else 1,
     )
 
 
-def _run_folder(request: RunRequest, job: Job) -> RunFolder:
-    if request.resume is not None:
-        return RunFolder.open(request.resume, clock=time.time)
-    stamp = time.strftime("%Y%m%d-%H%M%S")
-    return RunFolder.create(
-        Path(job.run.folder) / f"{job.name}-{stamp}-{os.getpid()}", job=dump_job(job), clock=time.time
-    )
+def _cause(error: BaseException) -> tuple[str, str]:
+    """(What happened in a few words, a worker's traceback if there is one)."""
+    from nereus.runtime.cluster import WorkerDied, WorkerFailed
+
+    if isinstance(error, WorkerDied):
+        code = error.exit_code or 0
+        name = signal.Signals(-code).name if -code in list(signal.Signals) else ""
+        return str(error).replace(f"exit code {code}", f"killed by {name}" if name else f"exit code {code}"), ""
+    if isinstance(error, WorkerFailed):
+        failure = error.failure
+        what = f"{failure.kind}: {' '.join(failure.message.split())}"
+        return f"device {error.device} failed while running {error.running}: {what}", failure.traceback
+    if isinstance(error, KeyboardInterrupt):
+        return "left at once", ""
+    return " ".join(str(error).split()), ""
+
+
+def _new_folder(job: Job) -> RunFolder:
+    stem = f"{job.name}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+    names = itertools.chain([stem], (f"{stem}-{i}" for i in itertools.count(2)))
+    path = next(path for name in names if not (path := Path(job.run.folder) / name).exists())
+    return RunFolder.create(path, job=dump_job(job), clock=time.time)
 
 
 def cache_folder() -> Path:
     """Where converted models are kept: $NEREUS_CACHE, or nereus under the user's cache folder."""
     default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nereus"
-    folder = Path(os.environ.get("NEREUS_CACHE") or default)
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
+    return Path(os.environ.get("NEREUS_CACHE") or default)
 
 
 def _device_type(job: Job) -> str:
@@ -265,7 +314,7 @@ def _device_type(job: Job) -> str:
     found = torch.cuda.device_count() if torch.cuda.is_available() else 0
     most = max([job.cluster.devices, *(c.devices or 0 for c in job.changes)])
     if job.cluster.device == "cuda" and found < most:
-        raise UserError(f"cluster.device: cuda needs {most} GPUs, this machine has {found}")
+        raise UserError(f"cluster.device: cuda needs {most} GPUs, this machine has {found}; cpu needs none")
     return "cuda" if job.cluster.device != "cpu" and found >= most else "cpu"
 
 

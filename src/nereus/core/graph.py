@@ -1,7 +1,7 @@
 """The graph of a step: which model-stage computes what, after what (design: one longest path gives the step latency).
 
     ppo   generation -> reference, reward, values, old_logprobs -> actor_update, critic_update -> weight_sync
-    grpo  the same without the critic
+    grpo  the same without the critic; remax too, whose generation samples once more for each prompt, greedily
 
 Values and old log-probabilities are forward passes of the training units, whose weights they need.
 """
@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from nereus.core.errors import UserError
 from nereus.core.plan import (
     ACTOR_GENERATION,
     ACTOR_TRAINING,
@@ -22,6 +23,7 @@ from nereus.core.plan import (
 )
 
 StepStage = Literal["generation", "inference", "training", "weight_sync"]
+ALGORITHMS = ("ppo", "grpo", "remax")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +37,9 @@ class StepTask:
 
 
 def job_graph(algorithm: str, *, reward_model: bool) -> tuple[StepTask, ...]:
-    """The tasks of one step of "ppo" or "grpo", in an order that respects `after`."""
+    """The tasks of one step of an algorithm, in an order that respects `after`. Raises UserError for an unknown one."""
+    if algorithm not in ALGORITHMS:
+        raise UserError(f"algorithm {algorithm!r} is not known; known are {', '.join(ALGORITHMS)}")
     critic = algorithm == "ppo"
     inference = [("reference_logprobs", REFERENCE_INFERENCE)]
     if reward_model:

@@ -48,7 +48,7 @@ class AlgorithmSection:
     lam: Annotated[float, Ge(0), Le(1), Doc("GAE lambda (ppo).")] = 0.95
     clip_low: Annotated[float, Ge(0), Le(1), Doc("Lower clip of the policy ratio.")] = 0.2
     clip_high: Annotated[float, Ge(0), Doc("Upper clip of the policy ratio.")] = 0.2
-    value_clip: Annotated[float | None, Doc("Clip of the value's change (ppo); null: none.")] = 0.2
+    value_clip: Annotated[float | None, Ge(0), Doc("Clip of the value's change (ppo); null: none.")] = 0.2
     kl_coef: Annotated[float, Ge(0), Doc("Weight of the KL divergence from the reference model.")] = 0.01
     kl_in: Annotated[
         Literal["reward", "loss"] | None, Doc("Where the KL penalty goes; null: reward for ppo, loss for grpo.")
@@ -100,7 +100,7 @@ class SamplingSection:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerSection:
     lr: Annotated[float, Ge(0), Doc("Learning rate of the actor.")]
-    critic_lr: Annotated[float | None, Doc("Learning rate of the critic; null: the actor's.")] = None
+    critic_lr: Annotated[float | None, Ge(0), Doc("Learning rate of the critic; null: the actor's.")] = None
     betas: Annotated[tuple[float, float], Doc("Of AdamW.")] = (0.9, 0.999)
     eps: Annotated[float, Gt(0), Doc("Of AdamW.")] = 1e-8
     weight_decay: Annotated[float, Ge(0), Doc("Of AdamW.")] = 0.0
@@ -188,6 +188,10 @@ class Job:
             )
         if self.algorithm.name == "grpo" and self.batch.samples_per_prompt < 2:
             raise UserError("batch.samples_per_prompt: 1 gives grpo no group to compare in; it must be at least 2")
+        if not all(0 <= beta < 1 for beta in self.optimizer.betas):
+            raise UserError(f"optimizer.betas: {list(self.optimizer.betas)} must be at least 0 and below 1")
+        if not -(2**63) <= self.seed < 2**63:
+            raise UserError(f"seed: {self.seed} does not fit into 64 bits")
         steps = [change.step for change in self.changes]
         if sorted(set(steps)) != steps:
             raise UserError(f"changes: steps {steps} must ascend, each once")

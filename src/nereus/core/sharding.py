@@ -17,7 +17,7 @@ element once, from the holder that has sent least so far; what it holds already 
 from __future__ import annotations
 
 import itertools
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -109,6 +109,10 @@ class TensorSpec:
     def __post_init__(self) -> None:
         if self.dtype not in ITEM_BYTES:
             raise ValueError(f"{self.name}: dtype {self.dtype} is not one of {', '.join(ITEM_BYTES)}")
+        if not self.shape:
+            raise ValueError(f"{self.name}: shape () has no dimension to count regions along; a scalar is (1,)")
+        if self.where == "layer" and self.layer < 0:
+            raise ValueError(f"{self.name}: layer {self.layer} is not a layer")
         if self.cut is not None and self.shape[self.cut.dim] != sum(s.size for s in self.cut.segments):
             raise ValueError(f"{self.name}: segments do not add up to dimension {self.cut.dim} of {self.shape}")
 
@@ -154,6 +158,14 @@ class StateSpec:
 
     tensors: tuple[TensorSpec, ...]
     num_layers: int
+
+    def __post_init__(self) -> None:
+        twice = [name for name, count in Counter(spec.name for spec in self.tensors).items() if count > 1]
+        if twice:
+            raise ValueError(f"tensors named twice: {', '.join(twice)}")
+        for spec in self.tensors:
+            if spec.layer >= self.num_layers:
+                raise ValueError(f"{spec.name}: layer {spec.layer} of {self.num_layers} is on no pp_stage")
 
     def by_name(self) -> dict[str, TensorSpec]:
         return {spec.name: spec for spec in self.tensors}

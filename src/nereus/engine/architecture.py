@@ -22,6 +22,7 @@ from torch import nn
 from nereus.core.errors import PlanError, UserError
 from nereus.core.plan import Layout
 from nereus.core.sharding import Cut, Segment, StateSpec, TensorSpec
+from nereus.engine.support import check_support
 
 Head = Literal["policy", "value", "reward"]
 
@@ -62,22 +63,33 @@ class Architecture:
         config = copy.deepcopy(config or self.config)
         if self.head != "policy":
             config.num_labels = 1
-        for name in ("attention_dropout", "hidden_dropout", "classifier_dropout"):
-            if getattr(config, name, None):
-                setattr(config, name, 0.0)  # a dropped activation would depend on the plan
-        model: nn.Module = factory.from_config(config, attn_implementation="sdpa", dtype=getattr(torch, self.dtype))
+        for name in [n for n, value in vars(config).items() if "drop" in n and isinstance(value, float)]:
+            setattr(config, name, 0.0)  # a dropped activation would depend on the plan
+        try:
+            model: nn.Module = factory.from_config(config, attn_implementation="sdpa", dtype=getattr(torch, self.dtype))
+        except ValueError as error:  # no such head, or no such attention
+            raise UserError(
+                f"model type {config.model_type!r} cannot be built: {' '.join(str(error).split())}"
+            ) from error
         return model
 
     @cached_property
     def meta(self) -> nn.Module:
-        """The whole model without memory. Not to be changed: take a deep copy."""
+        """The whole model without memory. Not to be changed: take a deep copy. Raises UserError (`engine.support`)."""
         with torch.device("meta"):
-            return self.build()
+            model = self.build()
+        check_support(model, self.config.model_type)
+        return model
 
     @property
     def prefix(self) -> str:
         """Name of the decoder inside the model, "model" mostly."""
         return str(self.meta.base_model_prefix)
+
+    @property
+    def embedding(self) -> Any:
+        """The embedding module, without memory."""
+        return getattr(self.meta, self.prefix).embed_tokens
 
     @property
     def num_layers(self) -> int:
@@ -154,11 +166,7 @@ class Architecture:
             return "layer", int(inner.split(".")[1])
         if inner.startswith("embed_tokens."):
             return ("ends" if self.tied else "first"), -1
-        if inner.startswith("norm.") or not name.startswith(f"{self.prefix}."):
-            return "last", -1
-        raise UserError(
-            f"model type {self.config.model_type!r}: parameter {name} has no place in a pipeline that we know"
-        )
+        return "last", -1  # final norm and heads: `check_support` lets nothing else through
 
     def _cut(self, module_name: str, leaf: str, shape: tuple[int, ...]) -> Cut | None:
         inner = module_name.removeprefix(f"{self.prefix}.")
@@ -171,11 +179,14 @@ class Architecture:
         return Cut(dim, (self._segment(inner, shape[dim]),))
 
     def _segment(self, inner: str, size: int) -> Segment:
-        child = inner.rpartition(".")[2]
         if ".self_attn." not in f".{inner}":
             return Segment.rows(size)
-        blocks = self.num_kv_heads if child in ("k_proj", "v_proj") else self.num_heads
-        return Segment(size, blocks, self.num_heads)
+        heads, kv_heads = self.num_heads, self.num_kv_heads
+        blocks = {"q_proj": heads, "k_proj": kv_heads, "v_proj": kv_heads, "o_proj": heads}
+        child = inner.rpartition(".")[2]
+        if child not in blocks:
+            raise UserError(f"model type {self.config.model_type!r} is not supported: it cuts {inner}")
+        return Segment(size, blocks[child], heads)
 
 
 def shares_gradient(architecture: Architecture, spec: TensorSpec, tp: int) -> bool:

@@ -21,10 +21,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from nereus.core.errors import UserError
-from nereus.core.plan import Layout
+from nereus.core.plan import Layout, split_evenly
 from nereus.core.sharding import layers_of
 from nereus.engine.architecture import Architecture
 from nereus.engine.collectives import enter, leave, token_statistics
+from nereus.engine.support import soft_cap
 from nereus.runtime.communicator import Communicator
 
 
@@ -54,7 +55,7 @@ class UnitModule:
         layers = layers_of(architecture.num_layers, layout.pp, pp_stage)
         self._decoder = _decoder(architecture, layers, self.is_last, self.parameters, self.device)
         _cut_modules(architecture, self._decoder, layers, layout.tp, tp_rank, tp)
-        if recompute:
+        if recompute and trainable:
             # Renamed in transformers 5.20; the old name warns.
             names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
             enable = next(getattr(self._decoder, n) for n in names if hasattr(self._decoder, n))
@@ -67,19 +68,21 @@ class UnitModule:
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """[b, t] token ids -> [b, t, h]; on the first pp_stage."""
-        weight = self.parameters[f"{self.architecture.prefix}.embed_tokens.weight"]
-        first = self._vocabulary_start()
+        weight: torch.Tensor = self.parameters[f"{self.architecture.prefix}.embed_tokens.weight"]
+        if weight.shape[0] == 0:  # fewer tokens than tp ranks; a row that is never mine
+            weight = F.pad(weight, (0, 0, 0, 1))
+        whole = self.architecture.embedding
+        first = self._vocabulary.start
+        padding = None if whole.padding_idx is None else whole.padding_idx - first
+        padding = padding if padding is not None and 0 <= padding < weight.shape[0] else None
         local = token_ids - first
-        mine = (local >= 0) & (local < weight.shape[0])
-        padding = self.architecture.config.pad_token_id
-        padding = None if padding is None or not 0 <= padding - first < weight.shape[0] else padding - first
         if self.layout.tp == 1:
-            return F.embedding(local, weight, padding_idx=padding)
-        if weight.shape[0] == 0:
-            found = weight.new_zeros((*token_ids.shape, weight.shape[1]))
+            found = F.embedding(local, weight, padding_idx=padding)
         else:
-            found = F.embedding(local.where(mine, 0), weight, padding_idx=padding) * mine[..., None]
-        return leave(found, self.tp)
+            mine = (local >= 0) & (local < len(self._vocabulary))
+            found = leave(F.embedding(local.where(mine, 0), weight, padding_idx=padding) * mine[..., None], self.tp)
+        scale = getattr(whole, "scalar_embed_scale", None)  # Gemma's
+        return found if scale is None else found * torch.tensor(scale, device=found.device).to(found.dtype)
 
     def run_layers(
         self,
@@ -117,7 +120,7 @@ class UnitModule:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-probability and entropy [n] of `tokens` [n] after hidden states [n, h], at a temperature."""
         logits = self._local_logits(hidden) / temperature
-        return token_statistics(logits, tokens, first=self._vocabulary_start(), tp=self.tp)
+        return token_statistics(logits, tokens, first=self._vocabulary.start, tp=self.tp)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[n, h] -> [n, vocabulary] in float32, whole on every tp rank; without gradient."""
@@ -136,15 +139,16 @@ class UnitModule:
 
     def _local_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         logits = F.linear(enter(hidden, self.tp), self.parameters[self._head_spec().name])
-        cap = getattr(self.architecture.config, "final_logit_softcapping", None)
-        return logits if cap is None else torch.tanh(logits / cap) * cap
+        return soft_cap(logits, self.architecture.config)
 
     def _head_spec(self) -> Any:
         name = f"{self.architecture.prefix}.embed_tokens.weight" if self.architecture.tied else "lm_head.weight"
         return self.architecture.parameters.by_name()[name]
 
-    def _vocabulary_start(self) -> int:
-        return int(self.architecture.config.vocab_size) * self._tp_rank // self.layout.tp
+    @property
+    def _vocabulary(self) -> range:
+        """The token ids of this rank."""
+        return split_evenly(int(self.architecture.config.vocab_size), self.layout.tp)[self._tp_rank]
 
 
 def _decoder(

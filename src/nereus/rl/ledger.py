@@ -1,7 +1,8 @@
 """What was trained: one line for every optimizer update of the actor, with each (position, sample) and the epoch.
 
-A line is written when the update it describes has been applied on every replica. A checkpoint records how long the ledger
-was; a resumed run cuts it back to that, as the weights are.
+A line is written when the update it describes has been applied on every replica; an update that was discarded, because
+its gradient was not finite, has none. A checkpoint records how long the ledger was; a resumed run cuts it back to that,
+as the weights are.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
+
+from nereus.core.errors import UserError
 
 Key = tuple[int, int, int]
 """(position, sample, epoch)"""
@@ -52,9 +55,15 @@ def account(entries: Iterable[LedgerEntry], *, positions: int, samples_per_promp
 
 
 class Ledger:
-    """The ledger file of a run. size: bytes to keep of a file that is there; all else is cut off."""
+    """The ledger file of a run. size: bytes to keep of a file that is there; all else is cut off.
+
+    Raises UserError when the file is shorter than that.
+    """
 
     def __init__(self, path: Path, *, size: int = 0) -> None:
+        found = path.stat().st_size if path.exists() else 0
+        if found < size:
+            raise UserError(f"{path} is damaged: it has {found} bytes, at the checkpoint it had {size}")
         self._file: IO[bytes] = path.open("ab")
         self._file.truncate(size)
         self._file.seek(0, os.SEEK_END)

@@ -23,16 +23,17 @@ import torch
 from nereus.core.events import Event, StageStarted, StepFinished, TransitionFinished
 from nereus.core.graph import job_graph
 from nereus.core.job import Job, PlannedChange
-from nereus.core.plan import ACTOR_GENERATION, ACTOR_TRAINING, CRITIC_TRAINING, ModelStage, split_evenly
+from nereus.core.plan import ACTOR_GENERATION, ACTOR_TRAINING, CRITIC_TRAINING, ModelStage
 from nereus.core.randomness import hash_words
 from nereus.engine.architecture import COUNTERS
 from nereus.engine.batch import Sequences
-from nereus.engine.generation import Request, Response, Sampling
+from nereus.engine.generation import Request, Response
 from nereus.engine.optimizer import AdamW
 from nereus.rl.advantages import gae, group_advantages, kl_estimate, token_rewards, whiten
+from nereus.rl.dispatch import answers, deal, start
 from nereus.rl.ledger import Ledger, LedgerEntry
 from nereus.rl.objectives import POLICY_STATISTICS, VALUE_STATISTICS, PolicyTargets, Targets, ValueTargets
-from nereus.rl.rollouts import Generator, Rollouts, record
+from nereus.rl.rollouts import Generator, Rollouts, UnitGenerator, record
 from nereus.rl.tasks.base import Task
 from nereus.runtime.cluster import Call
 from nereus.runtime.fleet import Fleet
@@ -110,24 +111,10 @@ class Trainer:
         prompts = [self.task.prompt(step * batch.prompts + i) for i in range(batch.prompts)]
         rows = [(prompt, sample) for prompt in prompts for sample in range(batch.samples_per_prompt)]
         requests = [Request(prompt=p.token_ids, position=p.position, sample=s) for p, s in rows]
-        answer = self.generator or self.generate
+        answer = self.generator or UnitGenerator(self.job, self.task, self.fleet)
         return Rollouts(
             prompts=tuple(p for p, _ in rows), requests=tuple(requests), responses=tuple(answer(step, requests))
         )
-
-    def generate(self, step: int, requests: Sequence[Request]) -> list[Response]:
-        """A `Generator`: the units of actor/generation answer."""
-        sampling = Sampling(
-            max_new_tokens=self.job.sampling.max_new_tokens,
-            temperature=self.job.sampling.temperature,
-            top_p=self.job.sampling.top_p,
-            eos_token_ids=self.task.eos_token_ids,
-            pad_token_id=self.task.pad_token_id,
-            seed=self.job.seed,
-        )
-        parts = self._deal(ACTOR_GENERATION, len(requests))
-        call = self._start("generate", ACTOR_GENERATION, [([requests[i] for i in p], sampling) for p in parts])
-        return [response for part in self._answers(ACTOR_GENERATION, call) for response in part]
 
     # -- inference -----------------------------------------------------------------------------------------------
 
@@ -142,18 +129,16 @@ class Trainer:
         scores = computed["scores"][:, 0] if "scores" in computed else true_rewards
         old, reference = computed["old_logprobs"], computed["reference_logprobs"]
         kl = kl_estimate(old, reference, kind=a.kl_estimator) * mask
+        rewards = token_rewards(scores, kl, mask, kl_coef=a.kl_coef if a.kl_place == "reward" else 0.0)
         values = returns = None
         if a.name == "ppo":
-            kl_coef = a.kl_coef if a.kl_place == "reward" else 0.0
             values = computed["values"]
-            advantages, returns = gae(
-                token_rewards(scores, kl, mask, kl_coef=kl_coef), values, mask, gamma=a.gamma, lam=a.lam
-            )
+            advantages, returns = gae(rewards, values, mask, gamma=a.gamma, lam=a.lam)
             if a.whiten:
                 advantages = whiten(advantages, mask)
         else:
             grouped = group_advantages(
-                scores, group_size=self.job.batch.samples_per_prompt, normalize_std=a.normalize_std
+                rewards.sum(1), group_size=self.job.batch.samples_per_prompt, normalize_std=a.normalize_std
             )
             advantages = grouped[:, None] * mask
         metrics = _rollout_metrics(self.job, sequences, true_rewards, scores, kl, mask)
@@ -182,13 +167,13 @@ class Trainer:
         for task in job_graph(self.job.algorithm.name, reward_model=self.job.reward is not None):
             if task.stage == "inference":
                 method, more = how[task.name]
-                parts = self._deal(task.model_stage, len(sequences))
+                parts = deal(self.fleet, task.model_stage, len(sequences))
                 arguments = [(task.model_stage, sequences.rows(torch.tensor(list(p))), *more) for p in parts]
-                running.append((task.name, task.model_stage, self._start(method, task.model_stage, arguments)))
+                running.append((task.name, task.model_stage, start(self.fleet, method, task.model_stage, arguments)))
         found = {}
         for name, model_stage, call in running:
             wide = 1 if name == "scores" else width
-            rows = self._answers(model_stage, call)
+            rows = answers(self.fleet, model_stage, call)
             found[name] = torch.cat([torch.nn.functional.pad(r, (0, wide - r.shape[1])) for r in rows])
         return found
 
@@ -197,28 +182,28 @@ class Trainer:
     def _train(self, step: int, experience: Experience) -> dict[str, float]:
         sums: dict[str, float] = {}
         norms: dict[str, list[float]] = {}
-        tokens = updates = discarded = 0
+        tokens = discarded = 0
         for epoch in range(self.job.batch.epochs):
             order = _shuffled(len(experience.keys), self.job.seed, step, epoch)
             for mini_batch, rows in enumerate(np.split(order, self.job.batch.mini_batches)):
                 index = torch.from_numpy(np.sort(rows))
                 num_tokens = int(experience.sequences.response_lengths[index].sum())
+                tokens += num_tokens
+                entry = LedgerEntry(
+                    step=step,
+                    epoch=epoch,
+                    mini_batch=mini_batch,
+                    samples=tuple(experience.keys[i] for i in index.tolist()),
+                )
                 for name, targets in self._targets(experience, index, num_tokens):
                     statistics, norm = self._update(name, experience.sequences.rows(index), targets)
                     for key, value in statistics.items():
                         sums[key] = sums.get(key, 0.0) + value
                     norms.setdefault(f"{name.model}_grad_norm", []).append(norm)
-                    discarded += not math.isfinite(norm)
-                tokens += num_tokens
-                updates += 1
-                self.ledger.commit(
-                    LedgerEntry(
-                        step=step,
-                        epoch=epoch,
-                        mini_batch=mini_batch,
-                        samples=tuple(experience.keys[i] for i in index.tolist()),
-                    )
-                )
+                    if not math.isfinite(norm):
+                        discarded += 1
+                    elif name == ACTOR_TRAINING:
+                        self.ledger.commit(entry)
         self._count(step)
         metrics = {key: value / max(tokens, 1) for key, value in sums.items()}
         metrics.update({key: sum(values) / len(values) for key, values in norms.items()})
@@ -256,9 +241,9 @@ class Trainer:
 
         A gradient that is not finite is discarded by all. Returns (summed statistics, gradient norm).
         """
-        rows = [torch.tensor(list(part)) for part in self._deal(name, len(sequences))]
+        rows = [torch.tensor(list(part)) for part in deal(self.fleet, name, len(sequences))]
         arguments = [(name, sequences.rows(r), targets.rows(r)) for r in rows]
-        results = self._start("gradients", name, arguments).results()
+        results = start(self.fleet, "gradients", name, arguments).results()
         norm = next(iter(results.values()))[1]
         assert all(other == norm or math.isnan(norm) for _, other in results.values()), (
             f"{name}: norms differ: {results}"
@@ -324,19 +309,6 @@ class Trainer:
             self.fleet.weight_sync()
 
     # -- inside --------------------------------------------------------------------------------------------------
-
-    def _deal(self, name: ModelStage, total: int) -> list[range]:
-        """The rows of each unit."""
-        return split_evenly(total, self.fleet.plan[name].dp)
-
-    def _start(self, method: str, name: ModelStage, per_unit: Sequence[tuple[object, ...]]) -> Call:
-        placement = self.fleet.plan[name]
-        arguments = {gpu: row for unit, row in enumerate(per_unit) for gpu in placement.unit_gpus(unit)}
-        return self.fleet.cluster.call(method, arguments)
-
-    def _answers(self, name: ModelStage, call: Call) -> list:  # type: ignore[type-arg]  # whatever the method returns
-        placement, results = self.fleet.plan[name], call.results()
-        return [results[placement.output_gpu(unit)] for unit in range(placement.dp)]
 
     @contextmanager
     def _stage(self, step: int, stage: str) -> Iterator[None]:

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 import torch
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save
 
 from nereus.core.errors import UserError
+from nereus.core.job import Job
+from nereus.core.plan import ACTOR_GENERATION
 from nereus.engine.batch import Sequences
-from nereus.engine.generation import Request, Response
-from nereus.rl.tasks.base import Prompt
+from nereus.engine.generation import Request, Response, Sampling
+from nereus.rl.dispatch import answers, deal, start
+from nereus.rl.tasks.base import Prompt, Task
 from nereus.runtime.files import write_atomically
+from nereus.runtime.fleet import Fleet
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,14 +60,36 @@ def record(folder: Path, step: int, rollouts: Rollouts) -> None:
     write_atomically(rollout_file(folder, step), save(tensors))
 
 
-def read_responses(folder: Path, step: int) -> dict[tuple[int, int], Response]:
-    """By (position, sample), the recorded responses of a step. Raises UserError when there are none."""
-    file = rollout_file(folder, step)
-    if not file.exists():
+def check_recorded(folder: Path, steps: range, *, prompts: int, samples_per_prompt: int) -> None:
+    """Raise UserError unless the rollouts under `folder` have every response that these steps will ask for."""
+    if not folder.is_dir():
         raise UserError(
-            f"{file} is missing: replay needs a run with run.record_rollouts: true and at least as many steps"
+            f"run {folder.parent} has no rollouts to replay: record them with --set run.record_rollouts=true"
         )
-    tensors = load_file(file)
+    for step in steps:
+        file = rollout_file(folder, step)
+        if not file.is_file():
+            raise UserError(
+                f"run {folder.parent} has no rollouts of step {step}, and steps {steps[0]} to {steps[-1]} are needed"
+            )
+        try:
+            with safe_open(file, framework="pt") as opened:
+                keys = [opened.get_tensor(name).tolist() for name in ("positions", "samples")]
+        except (SafetensorError, OSError) as error:
+            raise UserError(f"{file} is damaged: {error}") from error
+        recorded = set(zip(*keys, strict=True))
+        wanted = itertools.product(range(step * prompts, (step + 1) * prompts), range(samples_per_prompt))
+        for position, sample in wanted:
+            if (position, sample) not in recorded:
+                raise UserError(
+                    f"{file} lacks sample {sample} of prompt {position}: batch.prompts and batch.samples_per_prompt "
+                    "must be those of the recorded run"
+                )
+
+
+def read_responses(folder: Path, step: int) -> dict[tuple[int, int], Response]:
+    """By (position, sample), the recorded responses of a step."""
+    tensors = load_file(rollout_file(folder, step))
     parts = [tensors[name].split(tensors["lengths"].tolist()) for name in ("tokens", "logprobs", "margins")]
     keys = zip(tensors["positions"].tolist(), tensors["samples"].tolist(), strict=True)
     return {
@@ -71,16 +99,34 @@ def read_responses(folder: Path, step: int) -> dict[tuple[int, int], Response]:
 
 
 @dataclass(frozen=True, slots=True)
+class UnitGenerator:
+    """A `Generator`: the units of actor/generation answer, under whatever plan is in force."""
+
+    job: Job
+    task: Task
+    fleet: Fleet
+
+    def __call__(self, step: int, requests: Sequence[Request]) -> list[Response]:
+        sampling = Sampling(
+            max_new_tokens=self.job.sampling.max_new_tokens,
+            temperature=self.job.sampling.temperature,
+            top_p=self.job.sampling.top_p,
+            eos_token_ids=self.task.eos_token_ids,
+            pad_token_id=self.task.pad_token_id,
+            seed=self.job.seed,
+        )
+        parts = deal(self.fleet, ACTOR_GENERATION, len(requests))
+        arguments = [([requests[i] for i in part], sampling) for part in parts]
+        call = start(self.fleet, "generate", ACTOR_GENERATION, arguments)
+        return [response for part in answers(self.fleet, ACTOR_GENERATION, call) for response in part]
+
+
+@dataclass(frozen=True, slots=True)
 class Replay:
-    """A `Generator` that answers from the rollouts of an earlier run."""
+    """A `Generator` that answers from the rollouts of an earlier run, which `check_recorded` has found to suffice."""
 
     folder: Path
 
     def __call__(self, step: int, requests: Sequence[Request]) -> list[Response]:
         recorded = read_responses(self.folder, step)
-        missing = [(r.position, r.sample) for r in requests if (r.position, r.sample) not in recorded]
-        if missing:
-            raise UserError(
-                f"{rollout_file(self.folder, step)} lacks (position, sample) {missing[0]}: another batch size?"
-            )
         return [recorded[(r.position, r.sample)] for r in requests]

@@ -73,7 +73,9 @@ def _save_model(fleet: Fleet, prepared: Prepared, name: ModelStage, folder: Path
         if (prepared.folders[name] / file).is_file():
             shutil.copy2(prepared.folders[name] / file, folder / file)
     written = fleet.write(name, parameters, folder, "model", index=True)
-    return written + fleet.write(name, rest, folder, "state")
+    written += fleet.write(name, rest, folder, "state")
+    sync_folder(folder)
+    return written
 
 
 def checkpoints(root: Path) -> list[Path]:
@@ -97,9 +99,19 @@ def newest_checkpoint(root: Path) -> Restored:
     """The newest whole checkpoint. Raises UserError when there is none, or the newest is damaged."""
     found = checkpoints(root)
     if not found:
-        raise UserError(f"{root} holds no complete checkpoint to go on from")
+        raise UserError(f"run {root.parent} has no checkpoint to go on from: it ended before its first one")
     folder = found[-1]
-    facts: Mapping[str, Any] = read_manifest(folder)
+    try:
+        return _restored(folder, read_manifest(folder))
+    except (UserError, KeyError, TypeError, AttributeError) as error:
+        what = error if isinstance(error, UserError) else f"checkpoint {folder} has a damaged {MANIFEST}: {error!r}"
+        rest = f"delete that folder to go on from {found[-2].name}" if found[1:] else "there is no other one"
+        raise UserError(f"{what}; {rest}") from error
+
+
+def _restored(folder: Path, facts: Mapping[str, Any]) -> Restored:
+    if facts["format"] != FORMAT:
+        raise UserError(f"checkpoint {folder} has format {facts['format']}, this version reads {FORMAT}")
     plan = Plan.from_json(facts["plan"])
     return Restored(
         step=facts["step"],
@@ -107,9 +119,6 @@ def newest_checkpoint(root: Path) -> Restored:
         devices=tuple(facts["devices"]),
         ledger_bytes=facts["ledger_bytes"],
         digest=facts["digest"],
-        sources={
-            p.model_stage: Source(files=find_tensors(folder / p.model_stage.model))
-            for p in plan.placements
-            if p.model_stage in TRAINED
-        },
+        # TRAINED is also the order of the digest.
+        sources={name: Source(files=find_tensors(folder / name.model)) for name in TRAINED if name in plan},
     )

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.resources
 import importlib.util
 import inspect
+import json
 import os
 import shutil
+import typing
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
 
 from nereus.core.errors import PlanError, UserError
 from nereus.core.job import Job, TaskSection
@@ -28,10 +33,20 @@ from nereus.core.sharding import StateSpec
 from nereus.engine.architecture import Architecture, Head
 from nereus.rl.tasks.base import Task
 from nereus.rl.worker import state_spec
-from nereus.runtime.checkpoint import check_tensors, find_tensors
+from nereus.runtime.checkpoint import check_tensors, find_tensors, write_tensors
+from nereus.runtime.files import write_atomically
 from nereus.runtime.fleet import Source
 
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "tokenizer.model",
+    "vocab.json",
+    "merges.txt",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,34 +65,80 @@ def prepare(job: Job, cache: Path) -> Prepared:
 
     Raises UserError for a missing or damaged model, or a task that cannot be made.
     """
-    actor = resolve_model(job.model.path, cache)
-    critic = resolve_model(job.critic.path, cache) if job.critic else actor
-    by_stage: dict[ModelStage, tuple[Path, Head]] = {
-        ACTOR_GENERATION: (actor, "policy"),
-        REFERENCE_INFERENCE: (actor, "policy"),
-        ACTOR_TRAINING: (actor, "policy"),
+    critic = "critic" if job.critic is not None else "model"
+    by_stage: dict[ModelStage, tuple[str, Head]] = {
+        ACTOR_GENERATION: ("model", "policy"),
+        REFERENCE_INFERENCE: ("model", "policy"),
+        REWARD_INFERENCE: ("reward", "reward"),
+        ACTOR_TRAINING: ("model", "policy"),
         CRITIC_TRAINING: (critic, "value"),
     }
-    if job.reward is not None:
-        by_stage[REWARD_INFERENCE] = (resolve_model(job.reward.path, cache), "reward")
-    known: dict[tuple[Path, Head], Architecture] = {}
-    architectures, sources, folders = {}, {}, {}
-    for name in job.model_stages:
-        folder, head = by_stage[name]
-        if (folder, head) not in known:
-            known[folder, head] = Architecture(_load_config(folder), head)
-        architectures[name], folders[name] = known[folder, head], folder
-        if name != ACTOR_GENERATION:  # weight_sync fills it
-            files = find_tensors(folder)
-            check_tensors(architectures[name].parameters, files, folder)
-            sources[name] = Source(files=files, seed=job.seed)
+    models: dict[tuple[str, Head], _Model] = {}
+    for key in (by_stage[name] for name in job.model_stages):
+        if key not in models:
+            models[key] = _find_model(job, *key, cache)
+    found = {name: models[by_stage[name]] for name in job.model_stages}
+    architectures = {name: model.architecture for name, model in found.items()}
+    folders = {name: model.folder for name, model in found.items()}
+    sources = {
+        name: Source(files=model.files, seed=job.seed)
+        for name, model in found.items()
+        if name != ACTOR_GENERATION  # weight_sync fills it
+    }
+    task = build_task(job.task, job, folders[ACTOR_TRAINING])
+    _check_vocabularies(task, architectures, folders)
     return Prepared(
         architectures=architectures,
         specs={name: state_spec(name, a) for name, a in architectures.items()},
         sources=sources,
         folders=folders,
-        task=build_task(job.task, job, actor),
+        task=task,
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Model:
+    folder: Path
+    architecture: Architecture
+    files: Mapping[str, str]
+
+
+def _find_model(job: Job, section: str, head: Head, cache: Path) -> _Model:
+    """The model of the job's section "model", "critic" or "reward", checked. Raises UserError that names the field."""
+    try:
+        folder = resolve_model(getattr(job, section).path, cache)
+        architecture, files = _architecture(folder, head), find_tensors(folder)
+        check_tensors(architecture.parameters, files, folder)
+        if head == "reward" and "score.weight" not in files:
+            raise UserError(f"{folder} is no reward model: it lacks the tensor score.weight")
+    except UserError as error:
+        raise UserError(f"{section}.path: {error}") from error
+    return _Model(folder=folder, architecture=architecture, files=files)
+
+
+def _check_vocabularies(
+    task: Task, architectures: Mapping[ModelStage, Architecture], folders: Mapping[ModelStage, Path]
+) -> None:
+    """Raise UserError unless every model knows all tokens that may reach it."""
+    sizes = {name: int(architecture.config.vocab_size) for name, architecture in architectures.items()}
+    largest = max(*task.eos_token_ids, task.pad_token_id, *task.prompt(0).token_ids)
+    if largest >= sizes[ACTOR_TRAINING]:
+        raise UserError(
+            f"task: its tokens go up to {largest}, but {folders[ACTOR_TRAINING]} knows {sizes[ACTOR_TRAINING]} tokens"
+        )
+    for name, size in sizes.items():
+        if size < sizes[ACTOR_TRAINING]:
+            raise UserError(
+                f"{name.model}.path: {folders[name]} knows {size} tokens, the actor {sizes[ACTOR_TRAINING]}: "
+                "they must share a vocabulary"
+            )
+
+
+def check_restored(prepared: Prepared, sources: Mapping[ModelStage, Source]) -> None:
+    """Raise UserError unless a checkpoint's files hold the whole state of these model-stages, of this job's models."""
+    for name, source in sources.items():
+        folder = Path(next(iter(source.files.values()))).parent
+        check_tensors(prepared.specs[name], source.files, folder)
 
 
 def check_layouts(prepared: Prepared, plan: Plan, memory_bytes: float) -> None:
@@ -98,8 +159,8 @@ def check_layouts(prepared: Prepared, plan: Plan, memory_bytes: float) -> None:
     for gpu, num_bytes in sorted(resident.items()):
         if num_bytes > memory_bytes:
             raise PlanError(
-                f"cluster.memory_gib: device {gpu} would hold {num_bytes / 2**30:.2f} GiB of parameters, gradients and "
-                f"optimizer state, which is more than the {memory_bytes / 2**30:.2f} GiB it has"
+                f"device {gpu} would hold {num_bytes / 2**30:.3g} GiB of parameters, gradients and optimizer state, "
+                f"which is more than its cluster.memory_gib: {memory_bytes / 2**30:.3g}"
             )
 
 
@@ -119,11 +180,13 @@ def resolve_model(path: str, cache: Path) -> Path:
 
 def _package_file(path: str) -> Path:
     package, _, name = path.removeprefix("package:").partition("/")
+    if not package.isidentifier() or not name:
+        raise UserError(f"{path!r} must be package:NAME/FILE.gguf")
     if importlib.util.find_spec(package) is None:
-        raise UserError(f"model {path}: the package {package} is not installed: pip install 'nereus-rl[examples]'")
+        raise UserError(f"{path}: the package {package} is not installed")
     file = Path(str(importlib.resources.files(package))) / name
     if not file.is_file():
-        raise UserError(f"model {path}: the package {package} holds no file {name}")
+        raise UserError(f"{path}: the package {package} holds no file {name}")
     return file
 
 
@@ -131,6 +194,8 @@ def _convert_gguf(file: Path, cache: Path) -> Path:
     """Let transformers read a GGUF file once, and keep the result as a folder."""
     if not file.is_file():
         raise UserError(f"model file {file} does not exist")
+    if importlib.util.find_spec("gguf") is None:
+        raise UserError(f"to read {file}, gguf must be installed: pip install 'nereus-rl[gguf]'")
     stat = file.stat()
     key = hashlib.sha256(f"{file.resolve()} {stat.st_size} {stat.st_mtime_ns}".encode()).hexdigest()[:16]
     folder = cache / f"{file.stem}-{key}"
@@ -143,25 +208,48 @@ def _convert_gguf(file: Path, cache: Path) -> Path:
     try:
         where, name = str(file.parent), file.name
         model = transformers.AutoModelForCausalLM.from_pretrained(where, gguf_file=name, dtype="float32")
-        model.save_pretrained(made)
+        _save_plain(model, made)
         transformers.AutoTokenizer.from_pretrained(where, gguf_file=name).save_pretrained(made)
-        os.replace(made, folder)
-    except (OSError, ValueError, KeyError) as error:
-        raise UserError(f"{file} is not a GGUF file that transformers can read: {error}") from error
+        with contextlib.suppress(FileExistsError):  # another run was quicker
+            made.rename(folder)
+    except Exception as error:  # parsers of damaged files raise nearly everything
+        raise UserError(f"{file} is not a GGUF file that transformers can read: {_one_line(error)}") from error
     finally:
         shutil.rmtree(made, ignore_errors=True)
     return folder
 
 
-def _load_config(folder: Path) -> Any:
+def _save_plain(model: Any, folder: Path) -> None:
+    """What save_pretrained does, for a model that it takes for a quantized one, though GGUF is decoded on loading."""
+    config = {**model.config.to_dict(), "architectures": [type(model).__name__]}
+    config.pop("quantization_config", None)
+    write_atomically(folder / "config.json", json.dumps(config, indent=1, default=str))
+    write_tensors(folder / "model.safetensors", dict(model.named_parameters()))
+
+
+def _architecture(folder: Path, head: Head) -> Architecture:
     import transformers
 
-    if not (folder / "config.json").is_file():
+    file = folder / "config.json"
+    if not file.is_file():
         raise UserError(f"model folder {folder} holds no config.json")
     try:
-        return transformers.AutoConfig.from_pretrained(folder)
-    except (OSError, ValueError, KeyError) as error:
-        raise UserError(f"{folder / 'config.json'} cannot be read: {error}") from error
+        # Without trust_remote_code=False, transformers would ask on the terminal whether to run a model's own code.
+        config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        architecture = Architecture(config, head)
+        assert architecture.parameters.tensors
+    except UserError as error:
+        raise UserError(f"{file}: {error}") from error
+    except Exception as error:  # the model classes raise nearly everything when a number in their config is wrong
+        raise UserError(f"{file} is not a model that transformers can build: {_one_line(error)}") from error
+    return architecture
+
+
+def _one_line(error: Exception) -> str:
+    text = " ".join(str(error).split())
+    if type(error).__name__.startswith("StrictDataclass"):  # huggingface_hub, which says where it looked first
+        return text.rpartition("Error: ")[2]
+    return text[:200] if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: {text[:200]}"
 
 
 def build_task(section: TaskSection, job: Job, model_folder: Path) -> Task:
@@ -169,28 +257,40 @@ def build_task(section: TaskSection, job: Job, model_folder: Path) -> Task:
     if section.name == "count":
         from nereus.rl.tasks.count import CountTask
 
-        arguments = {"max_new_tokens": job.sampling.max_new_tokens, **section.args}
-        return _built(section, CountTask, arguments)
+        return _built(section, CountTask, {"max_new_tokens": job.sampling.max_new_tokens})
     family, _, dataset = section.name.partition("/")
     if family == "reasoning_gym" and dataset:
         import transformers
 
         from nereus.rl.tasks.reasoning import ReasoningTask
 
-        tokenizer = transformers.AutoTokenizer.from_pretrained(model_folder)
-        return _built(section, ReasoningTask.build, {"dataset": dataset, "tokenizer": tokenizer, **section.args})
+        try:
+            tokenizer = transformers.AutoTokenizer.from_pretrained(model_folder, trust_remote_code=False)
+        except Exception as error:  # parsers of damaged files raise nearly everything
+            raise UserError(
+                f"task.name: {section.name} needs a tokenizer, and {model_folder} holds none that transformers can read"
+            ) from error
+        return _built(section, ReasoningTask.build, {"dataset": dataset, "tokenizer": tokenizer})
     raise UserError(
         f"task.name: {section.name!r} is not known: count, or reasoning_gym/NAME as in reasoning_gym/chain_sum"
     )
 
 
-def _built(section: TaskSection, make: Any, arguments: Mapping[str, Any]) -> Task:
-    known = inspect.signature(make).parameters
-    unknown = [name for name in arguments if name not in known]
-    if unknown:
-        raise UserError(f"task.args: {unknown[0]!r} is not known to task {section.name}; it takes {', '.join(known)}")
+def _built(section: TaskSection, make: Any, given: Mapping[str, Any]) -> Task:
+    """The task from what the job gives it and the job file's `args`, each of which must be of the annotated type."""
+    hints = typing.get_type_hints(make)
+    known = [name for name in inspect.signature(make).parameters if name not in given]
+    arguments = dict(given)
+    for name, value in section.args.items():
+        if name not in known:
+            raise UserError(f"task.args.{name}: {section.name} takes no such thing; it takes {', '.join(known)}")
+        try:
+            arguments[name] = TypeAdapter(hints[name]).validate_python(value)
+        except ValidationError as error:
+            kind = inspect.formatannotation(hints[name])
+            raise UserError(f"task.args.{name}: {value!r} is wrong: it must be of type {kind}") from error
     try:
         task: Task = make(**arguments)
-    except (ValueError, TypeError) as error:
-        raise UserError(f"task.args: {error}") from error
+    except ValueError as error:
+        raise UserError(f"task.args: {_one_line(error)}") from error
     return task

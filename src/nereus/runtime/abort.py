@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable
 
@@ -29,7 +30,8 @@ class AbortFlag:
                 self._event.set()
             callbacks = list(self._callbacks)
         for callback in callbacks:
-            callback()
+            with contextlib.suppress(Exception):  # one that fails must not keep the others from ending
+                callback()
 
     def clear(self) -> None:
         """Allow waits again; communicators that existed while the flag was up stay unusable."""

@@ -13,7 +13,8 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,16 @@ FRESH_PREFIX = "score."
 """A value head that a folder lacks is made fresh."""
 
 
+@contextmanager
+def _opened(file: str) -> Iterator[Any]:
+    """A safetensors file. Raises UserError, with its name, when it is missing or damaged."""
+    try:
+        with safe_open(file, framework="pt") as opened:
+            yield opened
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{file} is not a readable safetensors file: {error}") from error
+
+
 def find_tensors(folder: Path) -> dict[str, str]:
     """Tensor name -> file, for all safetensors files of a folder; headers are read, data is not.
 
@@ -44,11 +55,8 @@ def find_tensors(folder: Path) -> dict[str, str]:
         raise UserError(f"model folder {folder} holds no .safetensors file")
     found: dict[str, str] = {}
     for file in files:
-        try:
-            with safe_open(file, framework="pt") as opened:
-                found.update(dict.fromkeys(opened.keys(), str(file)))
-        except (SafetensorError, OSError) as error:
-            raise UserError(f"{file} is not a readable safetensors file: {error}") from error
+        with _opened(str(file)) as opened:
+            found.update(dict.fromkeys(opened.keys(), str(file)))
     return found
 
 
@@ -62,7 +70,7 @@ def check_tensors(spec: StateSpec, files: Mapping[str, str], folder: Path) -> No
             raise UserError(f"{folder} lacks the tensor {tensor.name} of shape {list(tensor.shape)}")
     specs = spec.by_name()
     for file, names in by_file.items():
-        with safe_open(file, framework="pt") as opened:
+        with _opened(file) as opened:
             for name in names:
                 shape = tuple(opened.get_slice(name).get_shape())
                 if shape != specs[name].shape:
@@ -73,6 +81,8 @@ def check_tensors(spec: StateSpec, files: Mapping[str, str], folder: Path) -> No
 
 def read_regions(state: LocalState, files: Mapping[str, str], seed: int) -> None:
     """Fill the parts of `state` whose tensors are in `files`, reading only what this rank holds.
+
+    Raises UserError naming a file that is missing or damaged.
 
     A value head that is in no file is drawn from a normal distribution of deviation 1 / sqrt(hidden + 1) (Stiennon et al.
     2020), its bias zero: the same for every layout. Moments and counters that are in no file stay zero.
@@ -86,7 +96,7 @@ def read_regions(state: LocalState, files: Mapping[str, str], seed: int) -> None
             drawn = torch.randn(shape, generator=torch.Generator().manual_seed(seed)) / math.sqrt(shape[-1] + 1)
             state.tensors[name].copy_(drawn)
     for file, names in by_file.items():
-        with safe_open(file, framework="pt") as opened:
+        with _opened(file) as opened:
             for name in names:
                 part, dim = opened.get_slice(name), state.specs[name].dim
                 for start, stop in state.holding[name]:
@@ -116,20 +126,29 @@ def shards(spec: StateSpec, max_bytes: int) -> list[list[str]]:
 
 
 def write_manifest(folder: Path, facts: Mapping[str, Any]) -> None:
-    """Publish a checkpoint: hash every file, then write the manifest."""
-    files = {str(p.relative_to(folder)): _sha256(p) for p in sorted(folder.rglob("*")) if p.is_file()}
-    write_atomically(folder / MANIFEST, json.dumps({**facts, "files": files}, indent=1))
+    """Publish a checkpoint: hash every file, then write the manifest, which carries a hash of its own content."""
+    found = {str(p.relative_to(folder)): p for p in sorted(folder.rglob("*")) if p.is_file()}
+    found.pop(MANIFEST, None)
+    manifest = {**facts, "files": {name: _sha256(path) for name, path in found.items()}}
+    manifest = json.loads(json.dumps(manifest))  # as it will be read: keys are strings there
+    write_atomically(folder / MANIFEST, json.dumps({**manifest, "sha256": _content_sha256(manifest)}, indent=1))
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
     """A checkpoint's facts, after all of its files were found whole. Raises UserError naming the damaged one."""
     try:
         manifest: dict[str, Any] = json.loads((folder / MANIFEST).read_text())
-    except (OSError, ValueError) as error:
-        raise UserError(f"checkpoint {folder} has no readable {MANIFEST}: {error}") from error
-    for name, digest in manifest["files"].items():
-        file = folder / name
-        if not file.is_file() or _sha256(file) != digest:
+        digest = manifest.pop("sha256")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"checkpoint {folder} has no readable {MANIFEST}: {error!r}") from error
+    if digest != _content_sha256(manifest):
+        raise UserError(f"checkpoint {folder}: {MANIFEST} is damaged")
+    for name, expected in manifest["files"].items():
+        try:
+            whole = _sha256(folder / name) == expected
+        except OSError:
+            whole = False
+        if not whole:
             raise UserError(f"checkpoint {folder}: {name} is missing or damaged")
     return manifest
 
@@ -137,3 +156,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 def _sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _content_sha256(manifest: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()

@@ -3,23 +3,33 @@
 `Cluster` is the port; `LocalCluster` the embedded default: one process per device on this machine, from a fork server
 that has torch and the models loaded already. Calls to one device run in the order in which they were made; calls that
 belong together (a collective) are made to all of their devices at once, so every rank sees one global order.
+
+    call ──> outbox ──> writer thread ──> worker          of each device: no call waits for a worker that is stopped, or
+    results <── inbox <── reader thread <── worker        that takes no command before it has got rid of a large reply
 """
 
 from __future__ import annotations
 
 import itertools
 import multiprocessing
-import multiprocessing.connection
+import multiprocessing.forkserver
+import os
+import queue
+import signal
+import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from multiprocessing.connection import Connection
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
 from typing import Any, Protocol
 
 import torch.distributed as dist
 
 from nereus.core import errors
-from nereus.runtime.worker import Command, Failure, Reply, WorkerSettings, receive, send, worker_main
+from nereus.runtime.worker import START, Command, Failure, Reply, WorkerSettings, pack, unpack, worker_main
+
+STOP_S = 5.0
+"""How long a worker that is told to stop may take to finish what it is doing."""
 
 
 class WorkerFailed(RuntimeError):
@@ -34,11 +44,11 @@ class WorkerFailed(RuntimeError):
 
 
 class WorkerDied(RuntimeError):
-    """A worker process ended by itself."""
+    """A worker process ended: by itself, or because it did not answer."""
 
-    def __init__(self, device: int, running: str, exit_code: int | None) -> None:
-        super().__init__(f"device {device} died (exit code {exit_code}) while running {running or 'nothing'}")
-        self.device, self.running, self.exit_code = device, running, exit_code
+    def __init__(self, device: int, running: str, exit_code: int | None, why: str = "") -> None:
+        super().__init__(f"device {device} died (exit code {exit_code}) while running {running or 'nothing'}{why}")
+        self.device, self.running, self.exit_code, self.killed = device, running, exit_code, bool(why)
 
 
 class Call(Protocol):
@@ -61,16 +71,25 @@ class Cluster(Protocol):
         """How often this id was started before; a name made of ids and incarnations is never used twice."""
         ...
 
+    @property
+    def epoch(self) -> int:
+        """Grows with every abort, also with one that follows from a failed call or a death. It breaks all communicators."""
+        ...
+
     def start(self, devices: Sequence[int]) -> None:
-        """Start devices under these ids and return when they answer."""
+        """Start devices under these ids and return when they are ready: all of them, or none and an exception."""
         ...
 
     def stop(self, devices: Sequence[int]) -> None:
-        """Stop devices; what they hold is gone."""
+        """Stop devices; what they hold is gone. One that has died already counts as stopped."""
         ...
 
     def call(self, method: str, arguments: Mapping[int, tuple[Any, ...]]) -> Call:
-        """Run `method` on each device with its own arguments, after all that was called on it before."""
+        """Run `method` on each device with its own arguments, after all that was called on it before.
+
+        Raises WorkerDied for a device that has died since, ValueError for one that was not running, TypeError for
+        arguments that cannot be sent; nothing is called then.
+        """
         ...
 
     def abort(self, reason: str) -> None:
@@ -83,17 +102,10 @@ class Cluster(Protocol):
 
 
 @dataclass(slots=True, eq=False)
-class _Worker:
-    process: Any
-    commands: Connection
-    control: Connection
-    pending: dict[int, _Waiting] = field(default_factory=dict)
-
-
-@dataclass(slots=True)
 class _Waiting:
-    """A command without an answer yet; on a device `reply` or `death` ends it."""
+    """A command without an answer yet; `reply` or `death` ends it."""
 
+    worker: _Worker
     method: str
     reply: Reply | None = None
     death: WorkerDied | None = None
@@ -107,26 +119,123 @@ class _Waiting:
         return self.death is not None or (self.reply is not None and self.reply.failure is not None)
 
 
+class _Worker:
+    """The controller's end of one worker. What arrives goes into `inbox`, None for the end of the worker."""
+
+    def __init__(
+        self, device: int, process: Any, commands: Connection, control: Connection, inbox: queue.SimpleQueue[Any]
+    ) -> None:
+        self.device, self.process = device, process
+        self.pending: dict[int, _Waiting] = {}
+        self.ready = False
+        self.killed_because = ""
+        self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._inbox, self._commands, self._control = inbox, commands, control
+        os.set_blocking(control.fileno(), False)
+        for loop in (self._write, self._read):
+            threading.Thread(target=loop, name=f"device {device} {loop.__name__}", daemon=True).start()
+
+    def send(self, command: Command) -> _Waiting:
+        waiting = self.pending[command.number] = _Waiting(self, command.method)
+        self._outbox.put(pack(command))
+        return waiting
+
+    def abort(self, epoch: int, reason: str) -> None:
+        """Overtakes the commands. A worker that has not read the last few hundred of them gets no more."""
+        try:
+            self._control.send((epoch, reason))
+        except OSError:
+            return  # dead: the reader will tell
+
+    def kill(self, why: str) -> None:
+        self.killed_because = why
+        self.process.kill()
+
+    def end(self, deadline: float) -> None:
+        """Let the worker finish what it does until `deadline`, then kill it."""
+        self.dismiss()
+        self.process.join(max(0.0, deadline - time.monotonic()))
+        if self.process.is_alive():
+            self.process.kill()
+            self.process.join()
+
+    def dismiss(self) -> None:
+        """Tell the worker to end, after its commands, and the writer thread."""
+        self._outbox.put(pack(None))
+        self._outbox.put(None)
+
+    def _write(self) -> None:
+        try:
+            while (message := self._outbox.get()) is not None:
+                self._commands.send_bytes(message)
+        except OSError:
+            return  # dead: the reader will tell
+
+    def _read(self) -> None:
+        try:
+            # The pipe alone does not tell of a death: a process that the worker started may hold its other end.
+            while self._commands in wait([self._commands, self.process.sentinel]):
+                self._inbox.put((self, unpack(self._commands.recv_bytes())))
+        except (EOFError, OSError):
+            return
+        finally:
+            self._inbox.put((self, None))
+
+
 class LocalCall:
     """See `Call`."""
 
-    def __init__(self, cluster: LocalCluster, waiting: dict[int, _Waiting]) -> None:
+    def __init__(self, cluster: LocalCluster, epoch: int, waiting: dict[int, _Waiting]) -> None:
         self._cluster = cluster
+        self._epoch = epoch
         self._waiting = waiting
 
     def results(self) -> dict[int, Any]:
-        while not all(w.ended for w in self._waiting.values()):
+        while not self._ended:
             if any(w.failed for w in self._waiting.values()):
                 # The others may wait for the one that failed: end their waits, then collect their answers.
-                self._cluster.abort("another rank of the same call failed")
-                self._cluster.pump_until(lambda: all(w.ended for w in self._waiting.values()))
-                break
-            self._cluster.pump(None)
-        causes = [(device, w) for device, w in self._waiting.items() if w.failed]
-        if causes:
-            self._cluster.abort("a call failed")
-            raise min((_cause(device, w) for device, w in causes), key=_is_consequence)
-        return {device: w.reply.value for device, w in self._waiting.items() if w.reply is not None}
+                self._cluster.abort_epoch(self._epoch, "another rank of the same call failed")
+                self._collect()
+            else:
+                self._cluster.take(None)
+        if any(w.failed for w in self._waiting.values()):
+            self._cluster.abort_epoch(self._epoch, "a call failed")
+        return self._values()
+
+    def started(self) -> None:
+        """`results` of ranks that cannot wait for each other: one that fails has no consequences for others."""
+        while not self._ended:
+            self._cluster.take(None)
+        self._values()
+
+    @property
+    def _ended(self) -> bool:
+        return all(w.ended for w in self._waiting.values())
+
+    def _collect(self) -> None:
+        """Take the answers of an aborted call; a worker without one after the cluster's timeout is killed."""
+        deadline = time.monotonic() + self._cluster.timeout_s
+        while not self._ended and self._cluster.take(max(0.0, deadline - time.monotonic())):
+            pass
+        for waiting in self._waiting.values():
+            if not waiting.ended:
+                waiting.worker.kill(f": no answer to an abort in {self._cluster.timeout_s} s")
+        while not self._ended:
+            self._cluster.take(None)
+
+    def _values(self) -> dict[int, Any]:
+        failed = [_cause(device, w) for device, w in self._waiting.items() if w.failed]
+        if failed:
+            raise min(failed, key=_distance_from_cause)
+        return {device: _value(device, w) for device, w in self._waiting.items()}
+
+
+def _value(device: int, waiting: _Waiting) -> Any:
+    assert waiting.reply is not None
+    try:
+        return unpack(waiting.reply.value)
+    except Exception as error:
+        raise TypeError(f"{waiting.method}: the result of device {device} cannot be read here: {error}") from error
 
 
 def _cause(device: int, waiting: _Waiting) -> Exception:
@@ -140,16 +249,18 @@ def _cause(device: int, waiting: _Waiting) -> Exception:
     return WorkerFailed(device, waiting.method, failure)
 
 
-def _is_consequence(error: Exception) -> int:
-    """0 for what may be a cause, 1 for waits that ended because of something else."""
-    return int(isinstance(error, WorkerFailed) and error.failure.kind in ("Aborted", "PeerTimeout"))
+def _distance_from_cause(error: Exception) -> int:
+    """0 for what may be a cause, 1 for a worker that did not answer, 2 for waits that ended because of something else."""
+    if isinstance(error, WorkerFailed) and error.failure.kind in ("Aborted", "PeerTimeout"):
+        return 2
+    return int(isinstance(error, WorkerDied) and error.killed)
 
 
 class LocalCluster:
     """Devices as processes of this machine. See `Cluster`.
 
     program, arguments: what a worker runs (`WorkerSettings`). preload: modules that the fork server imports once.
-    timeout_s: how long a rank waits for a peer before it gives up.
+    timeout_s: how long a rank waits for a peer before it gives up, and the controller for an aborted worker.
     """
 
     def __init__(
@@ -161,18 +272,21 @@ class LocalCluster:
         device_type: str = "cpu",
         timeout_s: float = 600.0,
     ) -> None:
+        self.timeout_s = timeout_s
+        self._arguments = arguments
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload([program.partition(":")[0], *preload])
+        self._context.set_forkserver_preload([worker_main.__module__, program.partition(":")[0], *preload])
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._settings = WorkerSettings(
             program=program,
-            arguments=arguments,
             store_host="127.0.0.1",
             store_port=self._store.port,
             device_type=device_type,
             timeout_s=timeout_s,
         )
+        self._inbox: queue.SimpleQueue[tuple[_Worker, Reply | None]] = queue.SimpleQueue()
         self._workers: dict[int, _Worker] = {}
+        self._deaths: dict[int, WorkerDied] = {}
         self._incarnations: dict[int, int] = {}
         self._numbers = itertools.count()
         self._epoch = 0
@@ -184,122 +298,131 @@ class LocalCluster:
     def incarnation(self, device: int) -> int:
         return self._incarnations[device]
 
+    @property
+    def epoch(self) -> int:
+        return self._epoch
+
     def process_id(self, device: int) -> int:
         """The operating system's id of a device's process."""
         return int(self._workers[device].process.pid)
 
     def start(self, devices: Sequence[int]) -> None:
         for device in devices:
-            if device in self._workers:
+            if device in self._workers or list(devices).count(device) > 1:
                 raise ValueError(f"device {device} is running already")
-            commands, remote_commands = self._context.Pipe()
-            control, remote_control = self._context.Pipe()
-            process = self._context.Process(
-                target=worker_main,
-                args=(device, self._settings, remote_commands, remote_control),
-                name=f"nereus device {device}",
-                daemon=True,
-            )
-            process.start()
-            remote_commands.close()
-            remote_control.close()
-            self._workers[device] = _Worker(process, commands, control)
-            self._incarnations[device] = self._incarnations.get(device, -1) + 1
-        self.call("ping", dict.fromkeys(devices, ())).results()
+        _start_fork_server()
+        try:
+            for device in devices:
+                self._workers[device] = self._spawn(device)
+            self._call(START, dict.fromkeys(devices, self._arguments)).started()
+        except BaseException:  # Ctrl-C too
+            self._remove(devices, 0.0)
+            raise
+        for device in devices:
+            self._workers[device].ready = True
 
     def stop(self, devices: Sequence[int]) -> None:
-        leaving = [self._workers.pop(device) for device in devices]
-        for worker in leaving:
-            try:
-                send(worker.commands, None)
-            except OSError:
-                continue  # it died before it could be told to
-        deadline = time.monotonic() + 5.0
-        for worker in leaving:
-            worker.process.join(max(0.0, deadline - time.monotonic()))
-            if worker.process.is_alive():
-                worker.process.kill()
-                worker.process.join()
-            worker.commands.close()
-            worker.control.close()
+        self._remove(devices, STOP_S)
+        for device in devices:
+            self._deaths.pop(device, None)
 
     def call(self, method: str, arguments: Mapping[int, tuple[Any, ...]]) -> LocalCall:
+        for device in arguments:
+            if device in self._deaths:
+                raise self._deaths[device]
         missing = [device for device in arguments if device not in self._workers]
         if missing:
             raise ValueError(f"{method}: no such device: {missing}; running are {list(self.devices)}")
-        waiting: dict[int, _Waiting] = {}
-        for device, values in arguments.items():
-            number = next(self._numbers)
-            worker = self._workers[device]
-            waiting[device] = worker.pending[number] = _Waiting(method)
-            try:
-                send(worker.commands, Command(number, self._epoch, method, values))
-            except OSError:
-                self._bury(device)
-        return LocalCall(self, waiting)
+        return self._call(method, arguments)
 
     def abort(self, reason: str) -> None:
         for worker in self._workers.values():
-            try:
-                worker.control.send((self._epoch, reason))
-            except OSError:
-                continue  # dead: the pump will notice
+            worker.abort(self._epoch, reason)
         self._epoch += 1
 
     def close(self) -> None:
         self.abort("the cluster is closing")
         self.stop(self.devices)
 
-    # -- inside --------------------------------------------------------------------------------------------------
+    # -- for LocalCall -------------------------------------------------------------------------------------------
 
-    def pump_until(self, done: Any) -> None:
-        while not done():
-            self.pump(None)
-
-    def pump(self, timeout_s: float | None) -> None:
-        """Wait for answers and deaths, and take note of those that are there."""
-        by_channel: dict[Any, int] = {}
-        for device, worker in self._workers.items():
-            by_channel[worker.commands] = device
-            by_channel[worker.process.sentinel] = device
-        ready = multiprocessing.connection.wait(list(by_channel), timeout_s)
-        for channel in sorted(ready, key=lambda c: isinstance(c, int)):  # answers before deaths
-            device = by_channel[channel]
-            if device not in self._workers:
-                continue
-            if isinstance(channel, int):
-                self._drain(device)
-                self._bury(device)
-            else:
-                self._read(device)
-
-    def _drain(self, device: int) -> None:
-        """Take the answers that a dead worker had still sent."""
-        while device in self._workers and self._workers[device].commands.poll(0):
-            if not self._read(device):
-                return
-
-    def _read(self, device: int) -> bool:
-        worker = self._workers[device]
+    def take(self, timeout_s: float | None) -> bool:
+        """Wait for one answer or death and take note of it; False when none came in time."""
         try:
-            reply: Reply = receive(worker.commands)
-        except (EOFError, OSError):
-            self._bury(device)
+            worker, reply = self._inbox.get(timeout=timeout_s)
+        except queue.Empty:
             return False
-        worker.pending.pop(reply.number).reply = reply
+        if reply is None:
+            self._bury(worker)
+        else:
+            worker.pending.pop(reply.number).reply = reply
         return True
 
-    def _bury(self, device: int) -> None:
-        worker = self._workers.pop(device, None)
-        if worker is None:
-            return
-        worker.process.join(5.0)
-        if worker.process.is_alive():
-            worker.process.kill()
-            worker.process.join()
+    def abort_epoch(self, epoch: int, reason: str) -> None:
+        """Abort, unless that was done since: the calls of a later epoch have nothing to do with it."""
+        if epoch == self._epoch:
+            self.abort(reason)
+
+    # -- inside --------------------------------------------------------------------------------------------------
+
+    def _spawn(self, device: int) -> _Worker:
+        commands, remote_commands = self._context.Pipe()
+        control, remote_control = self._context.Pipe()
+        process = self._context.Process(
+            target=worker_main,
+            args=(device, self._settings, remote_commands, remote_control),
+            name=f"nereus device {device}",
+            daemon=True,
+        )
+        process.start()
+        remote_commands.close()
+        remote_control.close()
+        self._deaths.pop(device, None)
+        self._incarnations[device] = self._incarnations.get(device, -1) + 1
+        return _Worker(device, process, commands, control, self._inbox)
+
+    def _call(self, method: str, arguments: Mapping[int, tuple[Any, ...]]) -> LocalCall:
+        packed: dict[int, bytes] = {}
+        for device, values in arguments.items():
+            try:
+                packed[device] = pack(values)
+            except Exception as error:
+                raise TypeError(f"{method}: the arguments for device {device} cannot be sent: {error}") from error
+        epoch = self._epoch
+        waiting = {
+            device: self._workers[device].send(Command(next(self._numbers), epoch, method, values))
+            for device, values in packed.items()
+        }
+        return LocalCall(self, epoch, waiting)
+
+    def _remove(self, devices: Sequence[int], grace_s: float) -> None:
+        leaving = [self._workers.pop(device) for device in devices if device in self._workers]
+        for worker in leaving:
+            worker.dismiss()
+        deadline = time.monotonic() + grace_s
+        for worker in leaving:
+            worker.end(deadline)
+
+    def _bury(self, worker: _Worker) -> None:
+        """Take note of a worker's end: whatever it was still asked for will not come."""
+        worker.end(time.monotonic() + STOP_S)
         running = next((w.method for w in worker.pending.values()), "")
+        death = WorkerDied(worker.device, running, worker.process.exitcode, worker.killed_because)
         for waiting in worker.pending.values():
-            waiting.death = WorkerDied(device, running, worker.process.exitcode)
-        worker.commands.close()
-        worker.control.close()
-        self.abort(f"device {device} died")
+            waiting.death = death
+        worker.pending.clear()
+        if self._workers.get(worker.device) is not worker:
+            return  # it was stopped
+        del self._workers[worker.device]
+        if worker.ready:
+            self._deaths[worker.device] = death
+            self.abort(f"device {worker.device} died")
+
+
+def _start_fork_server() -> None:
+    """Start it, if there is none, with SIGINT blocked, which workers inherit: Ctrl-C is for the controller alone."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        multiprocessing.forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

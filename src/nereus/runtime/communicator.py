@@ -10,20 +10,25 @@ How a wait can be ended while a peer is dead or stopped:
 
 * Gloo collectives run in Gloo's own threads; the caller polls for completion beside the flag, yielding the core
   first (many processes share few cores) and sleeping shortly when it takes longer.
-* Gloo sends and receives complete only inside a blocking wait, so one thread per direction waits for them in the order
-  of issue, and the caller waits for that thread, beside the flag. When the communicator is given up, its sockets are
-  shut down, which ends those threads.
+* Gloo sends and receives complete only inside a blocking wait, so one thread per peer and direction waits for them in
+  the order of issue, and the caller waits for that thread, beside the flag. When the communicator is given up, its
+  sockets are shut down, which ends those threads.
 * NCCL waits are on the GPU stream. When the flag goes up the communicator aborts its kernels, so that the next host
-  synchronisation returns; the flag is checked after it.
+  synchronisation (`settle`) returns; the flag is checked after it.
+* The constructor of a group cannot be interrupted. The ranks meet first, by a counter in the store, so that it begins
+  when all are there and takes milliseconds. It runs in a thread, which is left behind when the wait is ended; such a
+  thread may keep the connection to the store to itself, so the next communicator takes a connection of its own.
 
 After an abort or an error a communicator is broken: every later call raises. Make a new one under a new name.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import socket
+import stat
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -47,6 +52,18 @@ ONE_HOP_BYTES = 256 * 2**10
 2 (size - 1) hops, and where processes share cores a hop waits for the scheduler: with 8 on 2 cores, 10 ms against 2.5 ms
 for 4 KB; from about 1 MB on the ring is the faster one (measured here)."""
 
+NEVER = timedelta(days=30)
+"""For timeouts inside torch: ours end a wait before, and name the devices."""
+
+CONNECT_S = 30.0
+"""The most that a group's constructor may take; it takes about 10 ms, or seconds where the look-up of a name is slow."""
+
+MEET_S = (0.0005, 0.02)
+"""Between two looks at how many ranks have come: at first, and at last."""
+
+CONNECTING = "connect"
+"""How the names of threads begin that run a group's constructor."""
+
 ReduceOp = Literal["sum", "max"]
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
@@ -54,18 +71,27 @@ _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 class Pending:
     """A send or receive under way; `wait` returns when the buffer may be read or reused."""
 
-    def __init__(self, owner: Communicator, what: str) -> None:
+    def __init__(self, owner: Communicator, what: str, work: Any) -> None:
         self._owner = owner
         self._what = what
+        self._work: Any = work
         self._done = threading.Event()
         self._error: BaseException | None = None
 
-    def finish(self, error: BaseException | None = None) -> None:
-        self._error = error
+    def complete(self) -> None:
+        """Block until the transfer has ended: for Gloo's waiting threads."""
+        try:
+            self._work.wait(NEVER)
+        except RuntimeError as error:
+            self._error = error
+        self._work = None  # it holds the buffer
         self._done.set()
 
     def wait(self) -> None:
         """Raises Aborted or PeerTimeout; the buffer's content is then undefined."""
+        if self._owner.backend == "nccl":
+            self._owner._complete(self._what, lambda: self._work)  # orders the stream behind it; the host goes on
+            return
         deadline = time.monotonic() + self._owner.timeout_s
         while not self._done.wait(0.02):
             self._owner._check(self._what, deadline)
@@ -84,8 +110,8 @@ class Communicator:
     flag: AbortFlag
     group: Any = None
     backend: str = "gloo"
-    _sockets: dict[int, str] = field(default_factory=dict)
-    _waiters: dict[str, queue.SimpleQueue[tuple[Any, Pending] | None]] = field(default_factory=dict)
+    _sockets: dict[int, int] = field(default_factory=dict)
+    _waiters: dict[tuple[str, int], queue.SimpleQueue[Pending | None]] = field(default_factory=dict)
     _failure: str = ""
 
     @classmethod
@@ -108,8 +134,15 @@ class Communicator:
         backend = "nccl" if device.type == "cuda" else "gloo"
         made = cls(name=name, ranks=tuple(ranks), rank=rank, timeout_s=timeout_s, flag=flag, backend=backend)
         if made.size > 1:
-            made._connect(dist.PrefixStore(name, store))
             flag.subscribe(made._on_abort)
+            try:
+                place = dist.PrefixStore(name, _free_connection(store))
+                made._meet(place)
+                made._connect(place)
+                made._usable("connect")  # the flag may have come up, and gone unseen, at the very end
+            except BaseException:
+                made.close()
+                raise
         return made
 
     @property
@@ -126,6 +159,7 @@ class Communicator:
         """Reduce a contiguous tensor over all ranks, in place. Bitwise the same on every rank."""
         if self.size == 1:
             return tensor
+        _require_contiguous("all_reduce", tensor)
         if self._one_hop(tensor):
             stacked = self.all_gather(tensor)
             return tensor.copy_(stacked.sum(0) if op == "sum" else stacked.amax(0))
@@ -150,6 +184,7 @@ class Communicator:
     def broadcast(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
         """Copy device `source`'s contiguous tensor into everybody's, in place."""
         if self.size > 1:
+            _require_contiguous("broadcast", tensor)
             options = dist.BroadcastOptions()
             options.rootRank = self.ranks.index(source)
             self._complete("broadcast", lambda: self.group.broadcast([tensor], options))
@@ -171,6 +206,12 @@ class Communicator:
 
     # -- ending --------------------------------------------------------------------------------------------------
 
+    def settle(self) -> None:
+        """Return when all that was waited for has happened: on a GPU, waits order the stream and not the host."""
+        if self.backend == "nccl":
+            torch.cuda.current_stream().synchronize()
+            self.flag.check()
+
     def close(self) -> None:
         """Give the communicator up: never blocks, also while a peer is dead, stopped, or in the middle of a call."""
         self.flag.unsubscribe(self._on_abort)
@@ -178,52 +219,65 @@ class Communicator:
         for waiter in self._waiters.values():
             waiter.put(None)
         self._waiters = {}
-        group, self.group = self.group, None
-        if group is None:
-            return
-        if self.backend == "nccl":
-            group.abort()
-        else:
+        # The destructor joins Gloo's threads, which may wait for a dead peer: the last reference goes in a thread.
+        last, self.group = [self.group], None
+        if self.backend == "gloo":
             self._shut_sockets()
-            # The destructor joins Gloo's threads, which may wait for a dead peer: let that be nobody's wait.
-            threading.Thread(target=_forget, args=([group],), name=f"close {self.name}", daemon=True).start()
+        elif last[0] is not None:
+            last[0].abort()
+        if last[0] is not None:
+            threading.Thread(target=last.clear, name=f"close {self.name}", daemon=True).start()
 
     def _one_hop(self, tensor: torch.Tensor) -> bool:
         return self.backend == "gloo" and tensor.numel() * tensor.element_size() * self.size <= ONE_HOP_BYTES
 
     # -- inside --------------------------------------------------------------------------------------------------
 
+    def _meet(self, store: dist.Store) -> None:
+        """Wait until all ranks have come."""
+        deadline, (pause_s, longest_s) = time.monotonic() + self.timeout_s, MEET_S
+        here = store.add("here", 1)
+        while here < self.size:
+            self._check("connect", deadline)
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, longest_s)
+            here = store.add("here", 0)
+
     def _connect(self, store: dist.Store) -> None:
-        """Make the process group in a thread of its own, since its constructor cannot be interrupted."""
+        """Make the process group."""
+        limit_s = min(self.timeout_s, CONNECT_S)
         made: list[Any] = []
         failed: list[BaseException] = []
 
         def build() -> None:
             try:
-                made.append(self._new_group(store))
+                made.append(self._new_group(store, timedelta(seconds=2 * limit_s)))
             except BaseException as error:  # handed to the caller below
                 failed.append(error)
 
         before = _socket_files()
-        thread = threading.Thread(target=build, name=f"connect {self.name}", daemon=True)
+        thread = threading.Thread(target=build, name=f"{CONNECTING} {self.name}", daemon=True)
         thread.start()
-        deadline = time.monotonic() + self.timeout_s
-        while thread.is_alive():
-            thread.join(0.002)
-            if thread.is_alive():
-                self._check("connect", deadline)
+        deadline = time.monotonic() + limit_s
+        try:
+            while thread.is_alive():
+                thread.join(0.002)
+                if thread.is_alive():
+                    self._check("connect", deadline, limit_s)
+        finally:
+            after = _socket_files()
+            self._sockets = {file: inode for file, inode in after.items() if before.get(file) != inode}
         if failed:
             self._broken("connect", failed[0])
-        self.group = made[0]
-        after = _socket_files()
-        self._sockets = {file: inode for file, inode in after.items() if before.get(file) != inode}
+        self.group = made.pop()
 
-    def _new_group(self, store: dist.Store) -> Any:
-        timeout = timedelta(seconds=self.timeout_s)
+    def _new_group(self, store: dist.Store, limit: timedelta) -> Any:
         if self.backend == "gloo":
-            return dist.ProcessGroupGloo(store, self.index, self.size, timeout)
+            group = dist.ProcessGroupGloo(store, self.index, self.size, limit)
+            group._set_default_timeout(NEVER)
+            return group
         options = dist.ProcessGroupNCCL.Options()
-        options._timeout = timeout
+        options._timeout = timedelta(seconds=self.timeout_s)
         return dist.ProcessGroupNCCL(store, self.index, self.size, options)
 
     def _complete(self, what: str, start: Callable[[], Any]) -> None:
@@ -257,41 +311,41 @@ class Communicator:
 
     def _start(self, what: str, tensor: torch.Tensor, peer: int, tag: int) -> Pending:
         self._usable(what)
-        if peer == self.rank or not tensor.is_contiguous():
-            raise ValueError(f"{what}: needs another device and a contiguous tensor, got {peer} {tensor.stride()}")
-        pending = Pending(self, f"{what} {self.rank}<->{peer}")
+        if peer == self.rank or peer not in self.ranks:
+            raise ValueError(f"{what}: device {peer} is not one of the others of {list(self.ranks)}")
+        _require_contiguous(what, tensor)
         call = self.group.send if what == "send" else self.group.recv
         try:
             work = call([tensor], self.ranks.index(peer), tag)
         except RuntimeError as error:
             self._broken(what, error)
-        if self.backend == "nccl":
-            work.wait()  # orders the current stream behind the transfer; the host goes on
-            pending.finish()
-        else:
-            self._waiter(what).put((work, pending))
+        pending = Pending(self, f"{what} {self.rank}<->{peer}", work)
+        if self.backend == "gloo":
+            self._waiter(what, peer).put(pending)
         return pending
 
-    def _waiter(self, direction: str) -> queue.SimpleQueue[tuple[Any, Pending] | None]:
-        if direction not in self._waiters:
-            waiting: queue.SimpleQueue[tuple[Any, Pending] | None] = queue.SimpleQueue()
-            name = f"{direction} {self.name}"
+    def _waiter(self, direction: str, peer: int) -> queue.SimpleQueue[Pending | None]:
+        key = (direction, peer)
+        if key not in self._waiters:
+            waiting: queue.SimpleQueue[Pending | None] = queue.SimpleQueue()
+            name = f"{direction} {peer} {self.name}"
             threading.Thread(target=_wait_in_order, args=(waiting,), name=name, daemon=True).start()
-            self._waiters[direction] = waiting
-        return self._waiters[direction]
+            self._waiters[key] = waiting
+        return self._waiters[key]
 
     def _usable(self, what: str) -> None:
         self.flag.check()
         if self._failure:
             raise Aborted(f"{what} on communicator {self.name}, which is broken: {self._failure}")
 
-    def _check(self, what: str, deadline: float) -> None:
+    def _check(self, what: str, deadline: float, limit_s: float | None = None) -> None:
         if self.flag.is_set:
-            self._failure = "aborted"
-            self.flag.check()
+            self._failure = self._failure or "aborted"
+        self._usable(what)
         if time.monotonic() > deadline:
             self._failure = "timeout"
-            raise PeerTimeout(f"{what} on {self.name} of devices {list(self.ranks)}: no answer in {self.timeout_s} s")
+            limit_s = limit_s or self.timeout_s
+            raise PeerTimeout(f"{what} on {self.name} of devices {list(self.ranks)}: no answer in {limit_s} s")
 
     def _broken(self, what: str, error: BaseException) -> None:
         self._failure = self._failure or str(error)
@@ -300,48 +354,53 @@ class Communicator:
 
     def _on_abort(self) -> None:
         self._failure = self._failure or "aborted"
-        if self.backend == "nccl" and self.group is not None:
-            self.group.abort()
+        if self.backend == "nccl" and (group := self.group) is not None:
+            group.abort()
 
     def _shut_sockets(self) -> None:
-        now = _socket_files()
         for file, inode in self._sockets.items():
-            if now.get(file) != inode:
-                continue  # Gloo closed it, and the number may be somebody else's by now
-            try:
-                duplicate = socket.socket(fileno=os.dup(file))
-            except OSError:
-                continue  # closed in this very moment
-            with duplicate:
-                try:
-                    duplicate.getpeername()  # only connected ones: shutting a listening one would break Gloo's device
-                    duplicate.shutdown(socket.SHUT_RDWR)
-                except OSError:
-                    continue  # not connected any more
+            with contextlib.suppress(OSError):  # closed by now, or not connected
+                _shut(file, inode)
 
 
-def _wait_in_order(waiting: queue.SimpleQueue[tuple[Any, Pending] | None]) -> None:
-    while (item := waiting.get()) is not None:
-        work, pending = item
-        try:
-            work.wait()
-        except RuntimeError as error:
-            pending.finish(error)
-        else:
-            pending.finish()
+def _wait_in_order(waiting: queue.SimpleQueue[Pending | None]) -> None:
+    while (pending := waiting.get()) is not None:
+        pending.complete()
 
 
-def _forget(holder: list[Any]) -> None:
-    holder.clear()
+def _free_connection(store: dist.Store) -> dist.Store:
+    """`store`, or a new connection to it (not always: each may cost a reverse look-up of its address)."""
+    if any(thread.name.startswith(CONNECTING) for thread in threading.enumerate()):
+        other: dist.Store = store.clone()  # type: ignore[attr-defined]  # the stub lacks it
+        return other
+    return store
 
 
-def _socket_files() -> dict[int, str]:
+def _require_contiguous(what: str, tensor: torch.Tensor) -> None:
+    if not tensor.is_contiguous():
+        raise ValueError(f"{what} needs a contiguous tensor, got strides {tensor.stride()} of {list(tensor.shape)}")
+
+
+def _shut(file: int, inode: int) -> None:
+    """Shut a connected socket down, but neither a listening one nor whatever else has got its number since."""
+    duplicate = os.dup(file)  # from here on the number cannot change hands
+    found = os.fstat(duplicate)
+    if not stat.S_ISSOCK(found.st_mode) or found.st_ino != inode:
+        os.close(duplicate)
+        return
+    with socket.socket(fileno=duplicate) as same:
+        same.getpeername()
+        same.shutdown(socket.SHUT_RDWR)
+
+
+def _socket_files() -> dict[int, int]:
+    """Open sockets of this process: file descriptor -> inode."""
     found = {}
-    for file in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else ():
+    for name in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else ():
         try:
-            link = os.readlink(f"/proc/self/fd/{file}")
+            file = os.fstat(int(name))
         except OSError:
             continue  # closed since it was listed
-        if link.startswith("socket:"):
-            found[int(file)] = link
+        if stat.S_ISSOCK(file.st_mode):
+            found[int(name)] = file.st_ino
     return found

@@ -48,6 +48,7 @@ class Fleet:
         self.specs = specs
         self.plan = Plan(())
         self._groups = GroupDirectory()
+        self._epoch = cluster.epoch
         self._sync: MovePlan | None = None
 
     @property
@@ -158,6 +159,9 @@ class Fleet:
         return total
 
     def _connect(self, plan: Plan, pool: Sequence[int]) -> None:
+        if self.cluster.epoch != self._epoch:
+            self._groups.forget()
+            self._epoch = self.cluster.epoch
         groups = self._groups.change(plan, pool, {r: self.cluster.incarnation(r) for r in pool})
         self._call("connect", pool, groups).results()
 

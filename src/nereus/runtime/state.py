@@ -2,7 +2,9 @@
 
 `transfer` executes a `MovePlan`: regions that a rank holds already are copied in place; all others go as point-to-point
 messages, one a pair of ranks and round, packed to at most `CHUNK_BYTES`, so that staging memory is bounded by twice
-that per peer. Both ends cut the same list of moves by the same rule, so nothing but data is sent.
+that per peer. Both ends cut the same list of moves by the same rule, so nothing but data is sent. Messages are started in
+one order of pairs on all ranks, and of a pair's two messages first that of the lower device: on a GPU, a message of a
+pair waits for the one before it.
 """
 
 from __future__ import annotations
@@ -16,11 +18,12 @@ import torch
 
 from nereus.core.randomness import hash_words
 from nereus.core.sharding import Holding, Interval, Move, StateSpec, TensorSpec, local_offset
-from nereus.runtime.communicator import Communicator
+from nereus.runtime.communicator import Communicator, Pending
 
 CHUNK_BYTES = 32 * 2**20
 """The largest message between two ranks in one round of a transfer."""
 
+_MIX = 0x1B03738712FAD5C9  # odd
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -65,7 +68,11 @@ class LocalState:
     def _digest_sum(self, name: str, start: int, stop: int) -> int:
         spec = self.specs[name]
         bits = self.region(name, start, stop).contiguous()
+        wide = bits.element_size() == 8
         bits = bits.view(_BITS[bits.element_size()]).to(torch.int64)
+        if wide:  # sums are modulo 2^64: without mixing, changes of two top bits would cancel
+            bits = (bits ^ ((bits >> 32) & 0xFFFFFFFF)) * _MIX
+            bits = bits ^ ((bits >> 29) & 0x7FFFFFFFF)
         for dim in reversed(range(bits.dim())):
             first = start if dim == spec.dim else 0
             bits = (bits * _weights(name, dim, first, bits.shape[dim], bits.device)).sum(-1)
@@ -107,26 +114,25 @@ def transfer(
     receives = {peer: _chunks(listed, target, chunk_bytes) for peer, listed in sorted(incoming.items())}
     received_bytes = 0
     while sends or receives:
-        arriving = []
-        for peer, chunks in list(receives.items()):
-            if (chunk := next(chunks, None)) is None:
-                del receives[peer]
-                continue
-            buffer = torch.empty(sum(_num_bytes(m, target) for m in chunk), dtype=torch.uint8, device=device)
-            arriving.append((chunk, buffer, communicator.irecv(buffer, peer)))
-        leaving = []
-        for peer, chunks in list(sends.items()):
-            if (chunk := next(chunks, None)) is None:
-                del sends[peer]
-                continue
-            buffer = torch.cat([_as_bytes(_region(m, source)) for m in chunk])
-            leaving.append((buffer, communicator.isend(buffer, peer)))
+        arriving: list[tuple[list[Move], torch.Tensor, Pending]] = []
+        leaving: list[tuple[torch.Tensor, Pending]] = []
+        for peer in sorted({*sends, *receives}):
+            for way in (sends, receives) if me < peer else (receives, sends):
+                if (chunk := next(way.get(peer, iter(())), None)) is None:
+                    way.pop(peer, None)
+                elif way is sends:
+                    buffer = torch.cat([_as_bytes(_region(m, source)) for m in chunk])
+                    leaving.append((buffer, communicator.isend(buffer, peer)))
+                else:
+                    buffer = torch.empty(sum(_num_bytes(m, target) for m in chunk), dtype=torch.uint8, device=device)
+                    arriving.append((chunk, buffer, communicator.irecv(buffer, peer)))
         for chunk, buffer, pending in arriving:
             pending.wait()
             received_bytes += buffer.numel()
             _unpack(chunk, buffer, target)
         for _, pending in leaving:
             pending.wait()
+    communicator.settle()
     return received_bytes
 
 

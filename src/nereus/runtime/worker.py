@@ -4,7 +4,11 @@
                ── control ───> listener      raises the abort flag; ends the process when the controller is gone
 
 Every command carries an epoch. An abort names an epoch: commands of that epoch and before are ended or refused,
-later ones run. So an abort that arrives late cannot hit the work that came after it.
+later ones run. So an abort that arrives late cannot hit the work that came after it. Communicators do not outlive their
+epoch, whether the abort or the next command comes first.
+
+Arguments and results are pickled apart from the messages that carry them: what cannot be sent or read is then the
+failure of one command, and the pipe stays in step.
 """
 
 from __future__ import annotations
@@ -45,19 +49,24 @@ class WorkerSettings:
     """How to start a worker. program: "module:Class", built with (context, *arguments); its methods are the commands."""
 
     program: str
-    arguments: tuple[Any, ...]
     store_host: str
     store_port: int
     device_type: str
     timeout_s: float
 
 
+START = "start"
+"""The first command of every worker: build the program with the command's arguments. Nothing aborts it."""
+
+
 @dataclass(frozen=True, slots=True)
 class Command:
+    """arguments: a pickled tuple."""
+
     number: int
     epoch: int
     method: str
-    arguments: tuple[Any, ...]
+    arguments: bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,8 +80,10 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
+    """value: pickled."""
+
     number: int
-    value: Any = None
+    value: bytes = b""
     failure: Failure | None = None
 
 
@@ -88,6 +99,9 @@ class _Epochs:
 
     def enter(self, epoch: int) -> None:
         with self._lock:
+            if epoch > self._running:
+                # An abort lies between, and may not have arrived yet: what it breaks must not depend on that.
+                self._flag.raise_flag("an earlier call was aborted")
             self._running = epoch
             if epoch <= self._aborted:
                 raise Aborted(self._reason)
@@ -100,14 +114,50 @@ class _Epochs:
                 self._flag.raise_flag(reason)
 
 
-def send(channel: Connection, message: Any) -> None:
+def pack(value: Any) -> bytes:
     """Plain pickling: torch's own reducers would pass tensors as shared-memory files, one descriptor each."""
-    channel.send_bytes(pickle.dumps(message, protocol=5))
+    return pickle.dumps(value, protocol=5)
 
 
-def receive(channel: Connection) -> Any:
-    """The inverse of `send`, on a pipe between processes that we started ourselves."""
-    return pickle.loads(channel.recv_bytes())
+def unpack(packed: bytes) -> Any:
+    """The inverse of `pack`, between processes that we started ourselves."""
+    return pickle.loads(packed)
+
+
+class _Device:
+    """A worker's program and the way that its commands run."""
+
+    def __init__(self, device_id: int, settings: WorkerSettings, epochs: _Epochs, flag: AbortFlag) -> None:
+        self._device_id, self._settings, self._epochs, self._flag = device_id, settings, epochs, flag
+        self._program: Any = None
+
+    def run(self, command: Command) -> Reply:
+        try:
+            if command.method == START:
+                self._start(*unpack(command.arguments))
+                return Reply(command.number, pack(None))
+            self._epochs.enter(command.epoch)
+            method = getattr(self._program, command.method)
+            return Reply(command.number, pack(method(*unpack(command.arguments))))
+        except Exception as error:  # whatever it is, it is the controller that must know
+            failure = Failure(kind=type(error).__name__, message=str(error), traceback=traceback.format_exc())
+            return Reply(command.number, failure=failure)
+
+    def _start(self, *arguments: Any) -> None:
+        settings = self._settings
+        device = torch.device("cpu")
+        if settings.device_type == "cuda":
+            device = torch.device("cuda", self._device_id)
+            torch.cuda.set_device(device)
+        context = WorkerContext(
+            device_id=self._device_id,
+            device=device,
+            store=dist.TCPStore(settings.store_host, settings.store_port, is_master=False),
+            flag=self._flag,
+            timeout_s=settings.timeout_s,
+        )
+        module, _, name = settings.program.partition(":")
+        self._program = getattr(importlib.import_module(module), name)(context, *arguments)
 
 
 def worker_main(device_id: int, settings: WorkerSettings, commands: Connection, control: Connection) -> None:
@@ -117,36 +167,13 @@ def worker_main(device_id: int, settings: WorkerSettings, commands: Connection, 
     flag = AbortFlag()
     epochs = _Epochs(flag)
     threading.Thread(target=_listen, args=(control, epochs), name="control", daemon=True).start()
-    device = torch.device(settings.device_type, device_id) if settings.device_type == "cuda" else torch.device("cpu")
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    context = WorkerContext(
-        device_id=device_id,
-        device=device,
-        store=dist.TCPStore(settings.store_host, settings.store_port, is_master=False),
-        flag=flag,
-        timeout_s=settings.timeout_s,
-    )
-    module, _, name = settings.program.partition(":")
-    program = getattr(importlib.import_module(module), name)(context, *settings.arguments)
-    while True:
-        try:
-            command: Command | None = receive(commands)
-        except EOFError:
-            os._exit(LOST_CONTROLLER_EXIT)
-        if command is None:
-            break
-        send(commands, _run(program, command, epochs))
-    os._exit(0)  # not through interpreter shutdown: a helper thread may still sit in a Gloo call
-
-
-def _run(program: Any, command: Command, epochs: _Epochs) -> Reply:
+    device = _Device(device_id, settings, epochs, flag)
     try:
-        epochs.enter(command.epoch)
-        return Reply(command.number, getattr(program, command.method)(*command.arguments))
-    except Exception as error:  # whatever it is, it is the controller that must know
-        failure = Failure(kind=type(error).__name__, message=str(error), traceback=traceback.format_exc())
-        return Reply(command.number, failure=failure)
+        while (command := unpack(commands.recv_bytes())) is not None:
+            commands.send_bytes(pack(device.run(command)))
+    except (EOFError, OSError):
+        os._exit(LOST_CONTROLLER_EXIT)
+    os._exit(0)  # not through interpreter shutdown: a helper thread may still sit in a Gloo call
 
 
 def _listen(control: Connection, epochs: _Epochs) -> None:

@@ -1,8 +1,8 @@
 """What every task offers: prompts by position in the run, and the true reward of a response.
 
-A task is pure: a prompt depends on the task's own fields and the position alone, a reward on the prompt and the
-response alone. So a run that was stopped, or that changed its plan, asks again and gets the same answers, and no
-data-loader state has to be saved or moved.
+A task is pure: a prompt depends on the task's own fields and the position alone, a reward on the prompt and
+the response alone. So a run that was stopped, or that changed its plan, asks again and gets the same answers,
+and no data-loader state has to be saved or moved.
 """
 
 from __future__ import annotations

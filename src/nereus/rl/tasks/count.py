@@ -1,10 +1,10 @@
 """Counting on: the prompt gives a number, the response goes on from it, one token a number.
 
-The longer the correct prefix of the response, the higher its reward, so a policy that can count but stops early
-learns to answer longer: a small model of the length growth that reasoning models show in training.
+The longer the correct prefix of the response, the higher its reward, so a policy that can count but stops
+early learns to answer longer: a small model of the length growth that reasoning models show in training.
 
-There is no tokenizer. Numbers 0 .. modulus - 1 are tokens 0 .. modulus - 1 (after modulus - 1 comes 0); then come
-the end, begin and padding tokens; then unused tokens up to a multiple of `VOCABULARY_MULTIPLE`.
+There is no tokenizer. Numbers 0 .. modulus - 1 are tokens 0 .. modulus - 1 (after modulus - 1 comes 0); then
+come the end, begin and padding tokens; then unused tokens up to a multiple of `VOCABULARY_MULTIPLE`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from nereus.rl.tasks.base import Prompt
 
 VOCABULARY_MULTIPLE = 8
-"""The vocabulary is rounded up to this, so that embeddings can be cut over 2, 4 or 8 tensor-parallel ranks."""
+"""The vocabulary is rounded up to this, so that embeddings can be cut over 2, 4 or 8 TP ranks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,107 @@
+"""Where a run begins: at step 0 of a job file, or at a run's newest checkpoint, there perhaps with another plan."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+from nereus.cli.config import load_job, override_paths
+from nereus.core.errors import PlanError, UserError
+from nereus.core.job import Job, PlannedChange, PlanSection, initial_plan, planned_changes, resolve_plan
+from nereus.core.plan import Plan
+from nereus.telemetry.folder import JOB
+
+FIXED = ("algorithm.name", "batch.prompts", "batch.samples_per_prompt", "batch.epochs", "task")
+"""What a resumed run cannot change: it decides which samples a step trains on, and so what the ledger means."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """Where a run begins. sources: of the trained model-stages, where not from the job's models; digest: of these."""
+
+    job: Job
+    plan: Plan
+    devices: tuple[int, ...]
+    first_step: int = 0
+    ledger_bytes: int = 0
+    sources: Mapping[Any, Any] = dataclasses.field(default_factory=dict)
+    digest: str = ""
+
+    @property
+    def changes(self) -> list[PlannedChange]:
+        return planned_changes(self.job, self.plan, self.devices, self.first_step)
+
+
+def fresh(path: Path, overrides: Sequence[str], *, static: bool) -> Start:
+    """Step 0 of a job file. Raises UserError."""
+    job = _without_changes(load_job(path, overrides), static)
+    try:
+        plan = initial_plan(job)
+    except PlanError as error:
+        raise PlanError(f"plan: {str(error).removeprefix('plan: ')}") from error
+    return Start(job=job, plan=plan, devices=tuple(range(job.cluster.devices)))
+
+
+def resumed(run: Path, overrides: Sequence[str], *, static: bool) -> Start:
+    """The newest checkpoint of a run, under the plan and devices it had, or those that the overrides ask for.
+
+    Raises UserError when there is no whole checkpoint, nothing is left to do, or the overrides change what is FIXED.
+    """
+    from nereus.rl.saving import newest_checkpoint
+
+    job = _without_changes(load_job(run / JOB, overrides), static)
+    _check_same_samples(load_job(run / JOB), job)
+    restored = newest_checkpoint(run / "checkpoints")
+    if restored.step >= job.steps:
+        raise UserError(
+            f"run {run} has trained its {restored.step} steps; to go on, ask for more, as in "
+            f"nereus run --resume {run} --set steps={restored.step + 10}"
+        )
+    plan, devices = _plan_to_resume(job, overrides, restored.plan, restored.devices, restored.step)
+    return Start(
+        job=job,
+        plan=plan,
+        devices=devices,
+        first_step=restored.step,
+        ledger_bytes=restored.ledger_bytes,
+        sources=restored.sources,
+        digest=restored.digest,
+    )
+
+
+def _without_changes(job: Job, static: bool) -> Job:
+    return dataclasses.replace(job, changes=()) if static else job
+
+
+def _check_same_samples(before: Job, now: Job) -> None:
+    for name in FIXED:
+        old, new = attrgetter(name)(before), attrgetter(name)(now)
+        if old != new:
+            values = "" if dataclasses.is_dataclass(old) else f" from {old} to {new}"
+            raise UserError(f"{name}: a run that is resumed cannot change it{values}; start a new run for that")
+
+
+def _plan_to_resume(
+    job: Job, overrides: Sequence[str], plan: Plan, devices: tuple[int, ...], step: int
+) -> tuple[Plan, tuple[int, ...]]:
+    """What the overrides ask for works as a change before `step` does: what they do not name stays as it was."""
+    asked = override_paths(overrides)
+    names = {path[1] for path in asked if path[0] == "plan" and len(path) > 1}
+    pool_asked = any(path[:2] == ("cluster", "devices") for path in asked)
+    pool = tuple(range(job.cluster.devices)) if pool_asked else devices
+    section: PlanSection = {}
+    if ("plan",) in asked:
+        section = job.plan
+    elif names and job.plan != "auto":
+        section = {name: job.plan[name] for name in names}
+    elif pool_asked:
+        section = "auto"
+    elif any(change.step == step for change in job.changes):
+        # Made before this checkpoint, unless the run had its last step here; to make it twice changes nothing.
+        change = planned_changes(job, plan, devices, step - 1)[0]
+        return change.plan, change.devices
+    return resolve_plan(job, section, pool, plan), pool

@@ -1,0 +1,409 @@
+"""What operations cost at peak rates, by class: the features of the cost model.
+
+Work is an array [C, ...]: for each of the C operation classes the seconds that its operations would take if devices and
+links gave what their data sheets promise. Seconds are then `sum over classes of work / efficiency`, so everything that
+combines work (pipelines, micro-batches) is written once and serves both [C, ...] work and [...] seconds.
+
+    gemm               matrix products with weights, FLOPs
+    weights            weights (and their gradients) read and written once for every micro-batch, bytes
+    attention_prefill  fused attention, FLOPs of the causal half
+    attention_scores   unfused attention: the score matrix through memory, bytes
+    attention_decode   the key-value cache read for one new token, bytes
+    elementwise        norms, residuals, activations, rotations, bytes
+    logits             softmax and loss over the head's outputs, or sampling from them, bytes
+    optimizer          AdamW on local shards, bytes
+    launch             what the host takes to issue a layer's kernels; decode_launch, for one new token
+    launch/nodes       the same, times log2 of the nodes: the slowest of more hosts is waited for
+    launch/tp          the same, times tp where a pipeline crosses nodes: what frameworks lose to blocking transfers
+    all_reduce/*       sums over tp inside layers
+    gradient_reduce/*  sums of gradients over dp; shard_gradients/*  ZeRO's scatter and gather in their place
+    gradient_message   the fixed price of gradients: a ring of dp for every weight matrix or bucket of them
+    send_recv/*        between pp_stages, and weights to generation
+    message/*          the fixed price of a message on a link
+
+Kernels run while the host issues the next ones, so a task takes about the longer of the two: `overlapped`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from nereus.core.inventory import ClusterShape
+from nereus.core.shapes import ModelShape
+from nereus.core.workload import DTYPE_BYTES
+
+Array = npt.NDArray[np.float64]
+Work = npt.NDArray[np.float64]
+
+CLASSES: tuple[str, ...] = (
+    "gemm",
+    "weights",
+    "attention_prefill",
+    "attention_scores",
+    "attention_decode",
+    "elementwise",
+    "logits",
+    "optimizer",
+    "launch",
+    "decode_launch",
+    "launch/nodes",
+    "launch/tp",
+    "all_reduce/intra",
+    "all_reduce/inter",
+    "gradient_reduce/intra",
+    "gradient_reduce/inter",
+    "shard_gradients/intra",
+    "shard_gradients/inter",
+    "gradient_message",
+    "send_recv/intra",
+    "send_recv/inter",
+    "message/intra",
+    "message/inter",
+)
+INDEX = {name: i for i, name in enumerate(CLASSES)}
+(
+    GEMM,
+    WEIGHTS,
+    ATTENTION_PREFILL,
+    ATTENTION_SCORES,
+    ATTENTION_DECODE,
+    ELEMENTWISE,
+    LOGITS,
+    OPTIMIZER,
+    LAUNCH,
+    DECODE_LAUNCH,
+    LAUNCH_NODES,
+    LAUNCH_TP,
+    ALL_REDUCE_INTRA,
+    ALL_REDUCE_INTER,
+    GRADIENT_INTRA,
+    GRADIENT_INTER,
+    SHARD_INTRA,
+    SHARD_INTER,
+    GRADIENT_MESSAGE,
+    SEND_INTRA,
+    SEND_INTER,
+    MESSAGE_INTRA,
+    MESSAGE_INTER,
+) = range(len(CLASSES))
+
+HOST = (LAUNCH, DECODE_LAUNCH, LAUNCH_NODES, LAUNCH_TP)
+IS_HOST = np.isin(np.arange(len(CLASSES)), HOST)
+OVERLAP_POWER = 6.0
+"""Of the norm that joins device and host time. 1 would add them, infinity take the longer; fits of the shared training
+tables improve up to 4 and hardly change beyond."""
+
+MATRICES_A_LAYER = 9
+LAYER_LAUNCH_S = 150e-6
+"""Nominal host time of one layer's forward: about 20 kernels at 5-10 us each from eager PyTorch."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """The peaks that work is divided by, and how ranks lie on nodes.
+
+    unit_first: ranks run tp, pp, dp (ours); otherwise tp, dp, pp (Megatron, nanotron).
+    """
+
+    flops: float
+    memory_bandwidth_bytes_s: float
+    dtype_bytes: float
+    gpus_per_node: int
+    intra_bytes_s: float
+    inter_bytes_s: float
+    intra_latency_s: float
+    inter_latency_s: float
+    unit_first: bool = True
+
+    @classmethod
+    def of(cls, cluster: ClusterShape, dtype: str, *, unit_first: bool = True) -> Machine:
+        return cls(
+            flops=cluster.device.flops(dtype),
+            memory_bandwidth_bytes_s=cluster.device.memory_bandwidth_bytes_s,
+            dtype_bytes=DTYPE_BYTES[dtype],
+            gpus_per_node=cluster.gpus_per_node,
+            intra_bytes_s=cluster.intra_node.bandwidth_bytes_s,
+            inter_bytes_s=cluster.inter_node.bandwidth_bytes_s,
+            intra_latency_s=cluster.intra_node.latency_s,
+            inter_latency_s=cluster.inter_node.latency_s,
+            unit_first=unit_first,
+        )
+
+
+def empty(*arrays: Any) -> Work:
+    """Zero work of the arrays' common shape."""
+    return np.zeros((len(CLASSES), *np.broadcast_shapes(*(np.shape(a) for a in arrays))))
+
+
+def overlapped(device: Any, host: Any) -> Any:
+    """Seconds of a task whose kernels take `device` seconds and whose host takes `host` seconds to issue them."""
+    power = OVERLAP_POWER
+    return (device**power + host**power) ** (1 / power)
+
+
+def layer_forward(
+    shape: ModelShape,
+    machine: Machine,
+    *,
+    tokens: Any,
+    keys: Any,
+    tp: Any,
+    sequence_parallel: bool = False,
+    fused_attention: bool = True,
+) -> Work:
+    """One layer over one micro-batch. tokens: of the micro-batch. keys: mean keys a query attends to under the causal
+    mask; unfused kernels compute twice as many."""
+    tokens, keys, tp = (np.asarray(a, dtype=float) for a in (tokens, keys, tp))
+    work = empty(tokens, keys, tp)
+    element, bandwidth = machine.dtype_bytes, machine.memory_bandwidth_bytes_s
+    kv_copies = np.maximum(1.0, tp / shape.num_kv_heads)  # fewer key-value heads than tp: copies
+    kv_extra = 2 * shape.hidden * shape.kv_width * (kv_copies - 1)
+    local_params = (shape.layer_matmul_params + kv_extra) / tp
+    work[GEMM] = 2 * tokens * local_params / machine.flops
+    work[WEIGHTS] = local_params * element / bandwidth
+    if fused_attention:
+        work[ATTENTION_PREFILL] = shape.attention_flops(1.0, 1.0) * tokens * keys / tp / machine.flops
+    else:
+        work[GEMM] += 2 * shape.attention_flops(1.0, 1.0) * tokens * keys / tp / machine.flops
+        # scores written, scaled and masked, softmax, dropout, read: about five passes over heads x keys
+        work[ATTENTION_SCORES] = 10 * tokens * 2 * keys * shape.num_heads / tp * element / bandwidth
+    # norms and residuals touch hidden about 10 times; activation 3 x intermediate; rotations and reshapes 4 x q + kv
+    replicated = 10 * shape.hidden / (tp if sequence_parallel else 1.0)
+    cut = ((3 if shape.gated else 2) * shape.intermediate + 4 * (shape.q_width + shape.kv_width)) / tp
+    work[ELEMENTWISE] = tokens * (replicated + cut) * element / bandwidth
+    # two sums a layer (Shoeybi et al. 2019); cut over the sequence the same volume goes as gather and scatter
+    add_all_reduce(work, machine, tokens * shape.hidden * element, group=tp, stride=1.0, times=2)
+    return work
+
+
+def layer_backward(forward: Work) -> Work:
+    """Twice the forward's products and bytes; fused attention computes its scores again: 2.5 (Dao 2023)."""
+    backward = forward * 2
+    backward[ATTENTION_PREFILL] *= 1.25
+    for comm in (ALL_REDUCE_INTRA, ALL_REDUCE_INTER, MESSAGE_INTRA, MESSAGE_INTER):
+        backward[comm] = forward[comm]
+    return backward
+
+
+def head_forward(shape: ModelShape, machine: Machine, *, tokens: Any, tp: Any) -> Work:
+    """The head and the softmax over its outputs, of one micro-batch: logits in float32 pass memory four times."""
+    tokens, tp = np.asarray(tokens, dtype=float), np.asarray(tp, dtype=float)
+    work = empty(tokens, tp)
+    outputs = shape.head_width / (tp if shape.head_width > 1 else 1.0)
+    work[GEMM] = 2 * tokens * shape.hidden * outputs / machine.flops
+    work[LOGITS] = 4 * 4 * tokens * outputs / machine.memory_bandwidth_bytes_s
+    work[WEIGHTS] = shape.hidden * outputs * machine.dtype_bytes / machine.memory_bandwidth_bytes_s
+    return work
+
+
+def embedding_forward(shape: ModelShape, machine: Machine, *, tokens: Any, tp: Any) -> Work:
+    """The look-up: rows read and written, then summed over tp."""
+    tokens, tp = np.asarray(tokens, dtype=float), np.asarray(tp, dtype=float)
+    work = empty(tokens, tp)
+    size = tokens * shape.hidden * machine.dtype_bytes
+    work[ELEMENTWISE] = 2 * size / machine.memory_bandwidth_bytes_s
+    add_all_reduce(work, machine, size, group=tp, stride=1.0, times=1)
+    return work
+
+
+def add_all_reduce(
+    work: Work,
+    machine: Machine,
+    size_bytes: Any,
+    *,
+    group: Any,
+    stride: Any,
+    times: Any,
+    intra: int = ALL_REDUCE_INTRA,
+    inter: int = ALL_REDUCE_INTER,
+) -> None:
+    """Add `times` ring all-reduces over `group` ranks that lie `stride` apart, in place.
+
+    A ring moves 2 (n - 1) / n of the data past each rank (Patarasuk and Yuan 2009). Across nodes the k members of one node
+    each bring their share of the network, so that many rings go side by side: the slowest link is min(NVLink, k shares).
+    """
+    group, stride = np.asarray(group, dtype=float), np.asarray(stride, dtype=float)
+    members = np.clip(np.floor(machine.gpus_per_node / stride), 1, group)
+    nodes = np.ceil(group / members)
+    volume = 2 * (group - 1) / group * size_bytes * times
+    crosses = nodes > 1
+    across = np.minimum(machine.intra_bytes_s, members * machine.inter_bytes_s)
+    work[intra] += np.where(crosses, 0.0, volume / machine.intra_bytes_s)
+    work[inter] += np.where(crosses, volume / across, 0.0)
+    # small messages go up and down a tree; starting it takes about as long as four hops (shared/data/network: 1 MB takes
+    # 30-60 us whatever the number of GPUs in a node)
+    work[MESSAGE_INTRA] += times * np.where(members > 1, 4 + 2 * np.log2(members), 0.0) * machine.intra_latency_s
+    work[MESSAGE_INTER] += times * np.where(crosses, 4 + 2 * np.log2(nodes), 0.0) * machine.inter_latency_s
+
+
+def pipeline_crosses_nodes(machine: Machine, *, tp: Any, pp: Any, dp: Any) -> Any:
+    """Whether neighbouring pp_stages can lie on different nodes."""
+    return (pp > 1) & (tp * pp * (1 if machine.unit_first else dp) > machine.gpus_per_node)
+
+
+def boundary_transfer(shape: ModelShape, machine: Machine, *, tokens: Any, tp: Any, pp: Any, dp: Any) -> Work:
+    """Hidden states of one micro-batch from one pp_stage to the next, over the slowest of the boundaries."""
+    work = empty(tokens, tp, pp, dp)
+    across = pipeline_crosses_nodes(machine, tp=tp, pp=pp, dp=dp)
+    inside = (pp > 1) & ~across
+    size = tokens * shape.hidden * machine.dtype_bytes  # every tp rank sends the whole
+    work[SEND_INTRA] = inside * (size / machine.intra_bytes_s)
+    work[SEND_INTER] = across * (size / machine.inter_bytes_s)
+    work[MESSAGE_INTRA] = inside * machine.intra_latency_s
+    work[MESSAGE_INTER] = across * machine.inter_latency_s
+    return work
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Partition:
+    """How layers lie on pp_stages, as far as time and memory need it; arrays of the shape of pp.
+
+    first: layers of the first pp_stage. most: of the one without the head that has most (all layers where pp = 1).
+    with_head: of the one with the head.
+    """
+
+    first: Any
+    most: Any
+    with_head: Any
+
+
+def even_partition(num_layers: int, pp: Any) -> Partition:
+    """`core.plan.split_evenly`: the last pp_stage, which has the head, has as many layers as any."""
+    most = np.ceil(num_layers / pp)
+    return Partition(first=np.floor(num_layers / pp), most=most, with_head=most)
+
+
+HEAD_SHARE = 0.95
+"""What nanotron counts of the head. Told by the memory of the published runs: 10 of 16, 18 of 32, 9 of 32 and 3 of 32 layers
+on the first of 2, 2, 4 and 16 pp_stages need 0.91-0.96."""
+
+
+def balanced_layers(shape: ModelShape, pp: int) -> tuple[list[int], int]:
+    """(layers of each pp_stage, the one with the head), as nanotron cuts: a pp_stage is full once the parameters so far
+    reach its share (huggingface/nanotron, `trainer.py`, with `get_block_compute_costs` of the model)."""
+    layer = shape.hidden * (4 * shape.q_width + 3 * shape.intermediate)
+    total = layer * shape.num_layers + HEAD_SHARE * shape.vocab * shape.hidden
+    layers, at, done = [0] * pp, 0, 0
+    for _ in range(shape.num_layers):
+        layers[at] += 1
+        done += layer
+        if done * pp >= total * (at + 1) and at < pp - 1:
+            at += 1
+    return layers, at
+
+
+def balanced_partition(shape: ModelShape, pp: Any) -> Partition:
+    """`balanced_layers` for many pp."""
+    degrees, index = np.unique(pp, return_inverse=True)
+    rows = []
+    for degree in degrees:
+        layers, head = balanced_layers(shape, int(degree))
+        rows.append((layers[0], max([n for i, n in enumerate(layers) if i != head], default=layers[0]), layers[head]))
+    columns = np.array(rows, dtype=float)[index.reshape(np.shape(pp))]
+    return Partition(first=columns[..., 0], most=columns[..., 1], with_head=columns[..., 2])
+
+
+def pipelined(
+    *,
+    layer: Any,
+    first: Any,
+    last: Any,
+    boundary: Any,
+    num_layers: int,
+    pp: Any,
+    micro_batches: Any,
+    partition: Partition | None = None,
+    head_layers: Any = np.inf,
+) -> Any:
+    """Work (or seconds) of `micro_batches` through `pp` pp_stages: once through all, then the slowest for the others
+    (Narayanan et al. 2021, 1F1B; the same for a forward pass alone).
+
+    layer: one layer; first, last: what the end pp_stages do besides (embeddings, head); boundary: one transfer.
+    partition: even by default. head_layers: how many layers the head takes as long as, to tell the slowest pp_stage.
+    """
+    partition = partition or even_partition(num_layers, pp)
+    through = num_layers * layer + first + last + (pp - 1) * boundary
+    head_is_slowest = partition.with_head + head_layers >= partition.most
+    slowest = np.where(head_is_slowest, partition.with_head * layer + last, partition.most * layer) + boundary
+    return through + (micro_batches - 1) * np.where(pp > 1, slowest, through)
+
+
+def launches(
+    machine: Machine,
+    *,
+    passes: Any,
+    num_layers: int,
+    tp: Any,
+    pp: Any,
+    dp: Any,
+    micro_batches: Any,
+    partition: Partition | None = None,
+) -> Work:
+    """Host time of issuing `passes` layer passes (forward 1, backward 1, recomputation 1) for every micro-batch."""
+    partition = partition or even_partition(num_layers, pp)
+    base = (
+        LAYER_LAUNCH_S * passes * (num_layers + (micro_batches - 1) * np.maximum(partition.most, partition.with_head))
+    )
+    nodes = np.maximum(tp * pp * dp / machine.gpus_per_node, 1.0)
+    work = empty(base, tp, pp, dp)
+    work[LAUNCH] = base
+    work[LAUNCH_NODES] = base * np.log2(nodes)
+    work[LAUNCH_TP] = base * np.where(pipeline_crosses_nodes(machine, tp=tp, pp=pp, dp=dp) & (tp > 1), tp, 0)
+    return work
+
+
+def stage_params(shape: ModelShape, *, tp: Any, pp: Any) -> tuple[Any, Any]:
+    """Parameters on one rank of the (first, last) pp_stage; the same where pp = 1. Tied embeddings live on both ends."""
+    layer, embedding, head = local_params(shape, tp=tp)
+    tied_copy = np.where(pp > 1, embedding if shape.head_params == 0 else 0.0, 0.0)
+    whole = shape.num_layers * layer + embedding + head
+    first = np.floor(shape.num_layers / pp) * layer + embedding
+    last = np.ceil(shape.num_layers / pp) * layer + head + tied_copy
+    return np.where(pp > 1, first, whole), np.where(pp > 1, last, whole)
+
+
+def local_params(shape: ModelShape, *, tp: Any) -> tuple[Any, Any, Any]:
+    """Parameters of (a layer, the embeddings, the head and final norm) on one tp rank."""
+    copies = np.maximum(1.0, tp / shape.num_kv_heads)
+    small = shape.layer_params - shape.layer_matmul_params
+    layer = (shape.layer_matmul_params + 2 * shape.hidden * shape.kv_width * (copies - 1)) / tp + small
+    head = shape.head_params / (tp if shape.head_width > 1 else 1.0) + shape.final_norm_params
+    return layer, shape.embedding_params / tp, head
+
+
+def gradient_reduction(
+    machine: Machine, *, params: Any, layers: Any, gradient_bytes: float, tp: Any, pp: Any, dp: Any, zero: int = 0
+) -> Work:
+    """The sum of gradients over dp, of `layers` layers with `params` parameters on a rank.
+
+    ZeRO-1 and 2 scatter gradients and gather parameters, the same bytes; ZeRO-3 gathers parameters once more (Rajbhandari
+    et al. 2020).
+    """
+    work = empty(params, tp, pp, dp)
+    stride = tp * (pp if machine.unit_first else 1)
+    add_all_reduce(
+        work,
+        machine,
+        params * gradient_bytes * (1.5 if zero == 3 else 1.0),
+        group=dp,
+        stride=stride,
+        times=1,
+        intra=SHARD_INTRA if zero else GRADIENT_INTRA,
+        inter=SHARD_INTER if zero else GRADIENT_INTER,
+    )
+    hops = (
+        2 * (dp - 1) * np.where(stride * dp > machine.gpus_per_node, machine.inter_latency_s, machine.intra_latency_s)
+    )
+    work[GRADIENT_MESSAGE] = MATRICES_A_LAYER * layers * hops
+    return work
+
+
+def optimizer_update(machine: Machine, *, params: Any, state_bytes: float) -> Work:
+    """AdamW reads and writes its state, reads the gradient, writes the weight. params: updated on one rank."""
+    work = empty(params)
+    work[OPTIMIZER] = params * (2 * state_bytes + 8) / machine.memory_bandwidth_bytes_s
+    return work

@@ -129,7 +129,9 @@ def test_cutting_a_unit_shrinks_what_is_resident() -> None:
     whole = max(by_layout[1, 1])
     assert whole == pytest.approx(SHAPE.num_params * 14, rel=1e-3)
     for (tp, pp), values in by_layout.items():
-        ends = SHAPE.embedding_params * 14 / tp  # on top of its layers the first pp_stage has the embeddings, the last the head
+        ends = (
+            SHAPE.embedding_params * 14 / tp
+        )  # besides layers the first pp_stage has the embeddings, the last the head
         assert max(values) <= whole / tp / pp * 1.01 + ends * (pp > 1)
     grown = model(replace(LOAD, zero=1)).table(ACTOR_TRAINING, max_gpus=32)
     assert (grown.resident_bytes <= table.resident_bytes * (1 + 1e-9)).all()
@@ -171,3 +173,20 @@ def test_lengths_have_the_given_mean_and_percentile(mean: float, p95: float, lon
     assert lengths.survival(steps).mean() * longest == pytest.approx(mean, rel=0.03)
     draws = np.minimum(longest, np.exp(lengths.mu + lengths.sigma * np.random.default_rng(0).standard_normal(200_000)))
     assert lengths.second_moment == pytest.approx((draws**2).mean(), rel=0.03)
+
+
+def test_an_updated_model_is_as_a_new_one() -> None:
+    longer = replace(LOAD, response_length=1500, response_p95=3000)
+    better = Calibration(log_cost={"gemm": -np.log(0.9), "launch": -np.log(2.0)}, log_memory={"activations": 0.4})
+    old = model(gpus=64)
+    for stage in STAGES:
+        old.table(stage, max_gpus=64)
+    updated = old.updated(workload=longer, cluster=cluster_of("H100", 24), calibration=better)
+    fresh = model(longer, gpus=24, calibration=better)
+    for stage in STAGES:
+        a, b = updated.table(stage, max_gpus=24), fresh.table(stage, max_gpus=24)
+        assert [a.candidate(i) for i in range(len(a))] == [b.candidate(i) for i in range(len(b))]
+        for task in a.seconds:
+            np.testing.assert_allclose(a.seconds[task], b.seconds[task], rtol=1e-12)
+        np.testing.assert_allclose(a.working_bytes, b.working_bytes, rtol=1e-12)
+        np.testing.assert_allclose(a.weight_sync_seconds, b.weight_sync_seconds, rtol=1e-12)

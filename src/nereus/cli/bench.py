@@ -48,3 +48,28 @@ def machine() -> dict[str, Any]:
         "gpus": gpus,
         "torch": torch.__version__,
     }
+
+
+def check_lines(found: dict[str, Any]) -> list[str]:
+    """A bench of checks as text."""
+    return [
+        f"{'[green]ok[/green]' if row['ok'] else '[red]NO[/red]'}  {row['check']}: {row['value']:.3g} "
+        f"(limit {row['limit']:.3g})"
+        for row in found["rows"]
+    ]
+
+
+def row_lines(found: dict[str, Any]) -> list[str]:
+    """Rows with equal keys as text."""
+    return ["  ".join(f"{key} {_short(value)}" for key, value in row.items()) for row in found["rows"]]
+
+
+def summary_lines(found: dict[str, Any]) -> list[str]:
+    """A summary by name as text."""
+    return [f"{name}: {_short(value)}" for name, value in found["summary"].items()]
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {_short(inner)}" for key, inner in value.items())
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

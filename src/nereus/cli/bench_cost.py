@@ -42,7 +42,7 @@ PUBLISHED = {
         "calculon within 5 %": 0.67,
     },
 }
-"""What other tools get with one efficiency fitted on half of the rows (shared/data/README.md)."""
+"""What other tools get with one efficiency fitted on half of the rows (docs/cost-model.md)."""
 
 Mask = npt.NDArray[np.bool_]
 
@@ -204,13 +204,20 @@ class _Judged:
         return found | self._out_of_memory(~self.fit & source.ended & wanted)
 
     def peer_errors(self, peak_s: Array, wanted: Mask) -> dict[str, Any]:
-        """Of a peer's seconds at peak rates [n], with one efficiency fitted on the same half; nan where it gives none."""
-        known = self.source.timed & np.isfinite(peak_s)
-        fit, test = known & self.fit, known & ~self.fit & wanted
+        """Of a peer's seconds at peak rates [n], with one efficiency fitted on the group's rows of the same half; nan where
+        it gives none."""
+        known = self.source.timed & np.isfinite(peak_s) & wanted
+        fit, test = known & self.fit, known & ~self.fit
         if not fit.any():
             return {"rows_test": int(test.sum()), **_errors(peak_s[:0], peak_s[:0], "")}
-        scale = float(np.median(self.source.measured_s[fit] / peak_s[fit]))
-        return {"rows_test": int(test.sum()), **_errors(peak_s[test] * scale, self.source.measured_s[test], "")}
+        ratios = self.source.measured_s[fit] / peak_s[fit]
+        scale = min(ratios, key=lambda ratio: float(np.abs(ratio / ratios - 1).mean()))  # least mean error on its half
+        small = test & np.array([run.num_gpus <= FEW_GPUS for run in self.source.runs])
+        return {
+            "rows_test": int(test.sum()),
+            **_errors(peak_s[test] * scale, self.source.measured_s[test], ""),
+            "up_to_128_gpus": _errors(peak_s[small] * scale, self.source.measured_s[small], ""),
+        }
 
     def _regret(self, wanted: Mask) -> dict[str, Any]:
         settings: dict[Hashable, list[int]] = {}

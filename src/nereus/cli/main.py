@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import tyro
 from rich.console import Console
@@ -58,7 +58,7 @@ class Run:
         )
         summary = run_job(request, Console(stderr=self.json))
         if self.json:
-            print(json.dumps({name: value for name, value in summary.items() if name != "history"}))
+            print(json.dumps(summary))
         return 0
 
 
@@ -66,36 +66,67 @@ class Run:
 class Bench:
     """Measure what README and docs quote.
 
-    equivalence: that a run which changes its plan trains as one that does not (several runs of the job).
+    equivalence: that a run which changes its plan trains as one that does not (several runs of --job).
+    cost: predicted against measured step times of published runs (--table CSV), or of RL logs (--rl FOLDER).
+    planner: milliseconds of a whole replan for pools of 8 to 16,384 GPUs, and SCIP on the same problem.
     """
 
-    name: tyro.conf.Positional[Literal["equivalence"]]
+    name: tyro.conf.Positional[Literal["equivalence", "cost", "planner"]]
     """Which bench."""
     job: Annotated[Path, tyro.conf.arg(metavar="JOB")] = Path("examples/count")
-    """Job file to measure with."""
+    """equivalence: job file to measure with."""
     set: Annotated[tuple[str, ...], tyro.conf.arg(metavar="FIELD=VALUE"), tyro.conf.UseAppendAction] = ()
-    """Override a field of the job file; may be given again."""
+    """equivalence: override a field of the job file; may be given again."""
     seeds: int = 3
-    """Seeds of the free runs."""
+    """equivalence: seeds of the free runs."""
     folder: Annotated[Path, tyro.conf.arg(metavar="FOLDER")] = Path("runs/bench")
-    """Where its runs are kept."""
+    """equivalence: where its runs are kept."""
+    table: Annotated[Path | None, tyro.conf.arg(metavar="CSV")] = None
+    """cost: a table of measured training runs."""
+    rl: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None
+    """cost: a folder with rl_steps.csv and rl_plans/."""
+    peer_python: Annotated[Path | None, tyro.conf.arg(metavar="PYTHON")] = None
+    """cost: an interpreter that has llm-analysis, which is then scored on the same rows."""
+    scip_limit_s: float = 60.0
+    """planner: SCIP's time limit on each problem; 0 leaves it out."""
     json: bool = False
     """Print one JSON object on stdout, and nothing else there."""
 
     def main(self) -> int:
-        from nereus.cli.bench_equivalence import equivalence
-
-        console = Console(stderr=self.json)
-        found = equivalence(
-            self.job, self.set, self.seeds, self.folder, lambda line: console.print(f"[dim]{line}[/dim]")
-        )
+        console = Console(stderr=self.json, highlight=False)
+        found, lines = self._measure(lambda line: console.print(line, style="dim"))
         if self.json:
             print(json.dumps(found))
         else:
-            for row in found["rows"]:
-                mark = "[green]ok[/green]" if row["ok"] else "[red]NO[/red]"
-                console.print(f"{mark}  {row['check']}: {row['value']:.3g} (limit {row['limit']:.3g})")
-        return 0 if found["summary"]["ok"] else 1
+            for line in lines:
+                console.print(line, soft_wrap=True)
+        return 0 if found["summary"].get("ok", True) else 1
+
+    def _measure(self, say: Callable[[str], None]) -> tuple[dict[str, Any], list[str]]:
+        """The bench's JSON object, and the same as lines of text."""
+        from nereus.cli import bench
+
+        if self.name == "equivalence":
+            from nereus.cli.bench_equivalence import equivalence
+
+            found = equivalence(self.job, self.set, self.seeds, self.folder, say)
+            return found, bench.check_lines(found)
+        if self.name == "planner":
+            from nereus.cli.bench_planner import bench_planner
+
+            found = bench_planner(scip_limit_s=self.scip_limit_s, scip=self.scip_limit_s > 0, say=say)
+            return found, bench.row_lines(found)
+        if self.rl is not None:
+            from nereus.cli.bench_cost_rl import bench_cost_rl
+
+            found = bench_cost_rl(self.rl)
+            return found, bench.summary_lines(found)
+        if self.table is None:
+            raise UserError("bench cost needs --table CSV or --rl FOLDER")
+        from nereus.cli.bench_cost import bench_cost, table_lines
+
+        found = bench_cost(self.table, self.peer_python)
+        return found, list(table_lines(found))
 
 
 def _print_fields() -> None:

@@ -31,6 +31,7 @@ from nereus.runtime.files import write_atomically
 from nereus.telemetry.folder import RunFolder, check_is_run, read_events
 from nereus.telemetry.progress import Progress, first_and_last
 
+CPU_MEMORY_BYTES = 4 * 2.0**30
 LEDGER, ROLLOUTS = "ledger.jsonl", "rollouts"
 
 
@@ -73,7 +74,7 @@ def run_job(request: RunRequest, console: Console) -> dict[str, Any]:
         device_type = _device_type(start.job)
         with console.status(f"checking {start.job.name}: models, task, plans"):  # on a terminal only
             prepared = prepare(start.job, cache_folder())
-            _check(request, start, changes, prepared)
+            _check(request, start, changes, prepared, _memory_bytes(start.job, device_type))
         if folder is None:
             folder = stack.enter_context(_new_folder(start.job))
         else:
@@ -84,7 +85,9 @@ def run_job(request: RunRequest, console: Console) -> dict[str, Any]:
             raise _failed(error, folder) from error
 
 
-def _check(request: RunRequest, start: Start, changes: Sequence[PlannedChange], prepared: Any) -> None:
+def _check(
+    request: RunRequest, start: Start, changes: Sequence[PlannedChange], prepared: Any, memory_bytes: float
+) -> None:
     """What can be known to be wrong before anything starts, beyond the models and the task."""
     from nereus.rl.rollouts import check_recorded
     from nereus.rl.setup import check_layouts, check_restored
@@ -93,7 +96,7 @@ def _check(request: RunRequest, start: Start, changes: Sequence[PlannedChange], 
     plans = {"plan": start.plan, **{f"changes: step {change.step}": change.plan for change in changes}}
     for where, plan in plans.items():
         try:
-            check_layouts(prepared, plan, job.cluster.memory_gib * 2**30)
+            check_layouts(prepared, plan, memory_bytes)
         except PlanError as error:
             raise PlanError(f"{where}: {error}") from error
     check_restored(prepared, start.sources)
@@ -316,6 +319,17 @@ def _device_type(job: Job) -> str:
     if job.cluster.device == "cuda" and found < most:
         raise UserError(f"cluster.device: cuda needs {most} GPUs, this machine has {found}; cpu needs none")
     return "cuda" if job.cluster.device != "cpu" and found >= most else "cpu"
+
+
+def _memory_bytes(job: Job, device_type: str) -> float:
+    """What each device may hold."""
+    if job.cluster.memory_gib is not None:
+        return job.cluster.memory_gib * 2**30
+    if device_type == "cpu":
+        return CPU_MEMORY_BYTES
+    import torch
+
+    return float(torch.cuda.get_device_properties(0).total_memory)
 
 
 def _listeners(

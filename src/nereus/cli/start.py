@@ -33,7 +33,7 @@ class Start:
 
     @property
     def changes(self) -> list[PlannedChange]:
-        return planned_changes(self.job, self.plan, self.devices, self.first_step)
+        return planned_changes(self.job, self.plan, self.devices, after=self.first_step - 1)
 
 
 def fresh(path: Path, overrides: Sequence[str], *, static: bool) -> Start:
@@ -61,7 +61,7 @@ def resumed(run: Path, overrides: Sequence[str], *, static: bool) -> Start:
             f"run {run} has trained its {restored.step} steps; to go on, ask for more, as in "
             f"nereus run --resume {run} --set steps={restored.step + 10}"
         )
-    plan, devices = _plan_to_resume(job, overrides, restored.plan, restored.devices, restored.step)
+    plan, devices = _plan_to_resume(job, overrides, restored.plan, restored.devices)
     return Start(
         job=job,
         plan=plan,
@@ -86,7 +86,7 @@ def _check_same_samples(before: Job, now: Job) -> None:
 
 
 def _plan_to_resume(
-    job: Job, overrides: Sequence[str], plan: Plan, devices: tuple[int, ...], step: int
+    job: Job, overrides: Sequence[str], plan: Plan, devices: tuple[int, ...]
 ) -> tuple[Plan, tuple[int, ...]]:
     """What the overrides ask for works as a change before `step` does: what they do not name stays as it was."""
     asked = override_paths(overrides)
@@ -100,8 +100,4 @@ def _plan_to_resume(
         section = {name: job.plan[name] for name in names}
     elif pool_asked:
         section = "auto"
-    elif any(change.step == step for change in job.changes):
-        # Made before this checkpoint, unless the run had its last step here; to make it twice changes nothing.
-        change = planned_changes(job, plan, devices, step - 1)[0]
-        return change.plan, change.devices
     return resolve_plan(job, section, pool, plan), pool

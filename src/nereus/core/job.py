@@ -111,7 +111,7 @@ class OptimizerSection:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterSection:
     devices: Annotated[int, Ge(1), Doc("Devices at the start.")]
-    memory_gib: Annotated[float, Gt(0), Doc("Memory of each device.")] = 4.0
+    memory_gib: Annotated[float | None, Gt(0), Doc("Memory of each device; null: a GPU's own, 4 for cpu.")] = None
     device: Annotated[
         Literal["auto", "cpu", "cuda"], Doc("cpu: a process of one core over Gloo; cuda: a GPU over NCCL.")
     ] = "auto"

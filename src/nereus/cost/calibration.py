@@ -20,12 +20,11 @@ import numpy as np
 import numpy.typing as npt
 
 from nereus.core.errors import UserError
-from nereus.cost.training import DEVICE_AND_HOST
-from nereus.cost.work import CLASSES, IS_HOST, OVERLAP_POWER, Array, Work, overlapped
+from nereus.cost.work import CLASSES, DEVICE_AND_HOST, IS_HOST, OVERLAP_POWER, Array, Work, overlapped
 
 PRIORS: Mapping[str, tuple[float, float]] = {
     # class: (efficiency, standard deviation of its logarithm). Conservative: below what tuned kernels reach.
-    "gemm": (0.60, 0.3),  # 0.6-0.75 of peak on A100 and H100 at large sizes (shared/data/kernels)
+    "gemm": (0.60, 0.3),  # 0.6-0.75 of peak on A100 and H100 at large sizes (SimuMax kernel tables)
     "weights": (0.60, 0.7),
     "attention_prefill": (0.40, 0.5),  # FlashAttention-2: 0.5-0.7 on A100, 0.35-0.5 on H100 (Dao 2023)
     "attention_scores": (0.60, 0.5),

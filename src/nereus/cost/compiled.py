@@ -18,8 +18,7 @@ import numpy.typing as npt
 
 from nereus.cost import memory as mem
 from nereus.cost.tasks import Cut, Lengths, TaskWork
-from nereus.cost.training import DEVICE_AND_HOST
-from nereus.cost.work import IS_HOST, Array, Work, overlapped
+from nereus.cost.work import DEVICE_AND_HOST, IS_HOST, Array, Work, overlapped
 
 Ints = npt.NDArray[np.int64]
 

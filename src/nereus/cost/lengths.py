@@ -16,7 +16,7 @@ from nereus.cost.work import Array
 
 Z95 = 1.6448536269514722
 USUAL_SIGMA = 0.6
-"""Spread of log lengths where no percentile says it: shared/data/lengths has 0.9 over all chats, RL batches 0.3-0.7."""
+"""Spread of log lengths where no percentile says it: 0.9 over all chats of AzurePublicDataset, RL batches 0.3-0.7."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """Published training runs, one row each: what the cost model says of them, so that it can be fitted and judged on them.
 
-A row is a mapping of strings, as `csv.DictReader` gives it, with the columns of shared/data/training_steps.csv. Columns
+A row is a mapping of strings, as `csv.DictReader` gives it, with the columns listed in docs/cost-model.md. Columns
 that a table lacks, or leaves empty, take their usual value.
 """
 
@@ -19,7 +19,7 @@ from nereus.core.shapes import ModelShape
 from nereus.cost import work as w
 from nereus.cost.calibration import MEMORY_KINDS
 from nereus.cost.memory import LOGIT_BYTES, WORKSPACE_BYTES, layer_activation_bytes
-from nereus.cost.training import PassSetting, contract, micro_batch_pass, update
+from nereus.cost.training import PassSetting, micro_batch_pass, update
 from nereus.cost.work import Array, Machine, Work
 
 
@@ -173,7 +173,6 @@ def step_work(runs: Sequence[TrainingRun]) -> Work:
         ).T
         work = micro_batch_pass(
             setting,
-            None,
             tp=tp,
             pp=pp,
             dp=dp,
@@ -183,9 +182,9 @@ def step_work(runs: Sequence[TrainingRun]) -> Work:
             recompute=recompute,
         )
         work = work + update(
-            setting, None, tp=tp, pp=pp, dp=dp, gradient_bytes=4 if float32 else 2, optimizer_bytes=12, zero=zero
+            setting, tp=tp, pp=pp, dp=dp, gradient_bytes=4 if float32 else 2, optimizer_bytes=12, zero=zero
         )
-        found[members] = contract(work, None).T
+        found[members] = work.T
     return found
 
 

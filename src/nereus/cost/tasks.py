@@ -125,7 +125,6 @@ class TaskWork:
         sequences = load.mini_batch if training else load.sequences
         found: Work = micro_batch_pass(
             self._setting(tokens, keys, logit_tokens),
-            None,
             tp=cut.tp,
             pp=cut.pp,
             dp=cut.dp,
@@ -141,7 +140,6 @@ class TaskWork:
         load = self.workload
         found: Work = update(
             self._setting(0, 0, 0),
-            None,
             tp=cut.tp,
             pp=cut.pp,
             dp=cut.dp,

@@ -12,19 +12,7 @@ import numpy as np
 
 from nereus.core.shapes import ModelShape
 from nereus.cost import work as w
-from nereus.cost.work import Array, Machine, Work
-
-DEVICE_AND_HOST = np.stack([~w.IS_HOST, w.IS_HOST]).astype(float)
-
-
-def contract(work: Work, cost: Array | None) -> Any:
-    """Work [C, ...] as it is, or with `cost` [C] = 1 / efficiency as seconds of device and host, [2, ...]."""
-    return work if cost is None else np.tensordot(DEVICE_AND_HOST * cost, work, axes=1)
-
-
-def joined(seconds: Any, cost: Array | None) -> Any:
-    """What `contract` gave, summed up by the caller, as work [C, ...] or as seconds [...]."""
-    return seconds if cost is None else w.overlapped(seconds[0], seconds[1])
+from nereus.cost.work import Machine, Work
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +37,6 @@ class PassSetting:
 
 def micro_batch_pass(
     setting: PassSetting,
-    cost: Array | None,
     *,
     tp: Any,
     pp: Any,
@@ -58,8 +45,8 @@ def micro_batch_pass(
     micro_batches: Any,
     backward: bool,
     recompute: Any = 0,
-) -> Any:
-    """All micro-batches forward, and backward where asked; see `contract` for what comes back."""
+) -> Work:
+    """All micro-batches forward, and backward where asked, [C, ...]."""
     shape, machine = setting.shape, setting.machine
     tokens = micro_batch * setting.tokens / setting.context
     forward = w.layer_forward(
@@ -72,21 +59,20 @@ def micro_batch_pass(
         fused_attention=setting.fused_attention,
     )
     logit_tokens = micro_batch * setting.logit_tokens / setting.context
-    head_forward = w.head_forward(shape, machine, tokens=logit_tokens, tp=tp)
-    head = contract(head_forward, cost)
-    first = contract(w.embedding_forward(shape, machine, tokens=tokens, tp=tp), cost)
-    layer = contract(forward, cost)
-    boundary = contract(w.boundary_transfer(shape, machine, tokens=tokens, tp=tp, pp=pp, dp=dp), cost)
+    head = w.head_forward(shape, machine, tokens=logit_tokens, tp=tp)
+    first = w.embedding_forward(shape, machine, tokens=tokens, tp=tp)
+    boundary = w.boundary_transfer(shape, machine, tokens=tokens, tp=tp, pp=pp, dp=dp)
+    layer = forward
     passes: Any = 1
     if backward:
-        layer = layer * (1 + recompute) + contract(w.layer_backward(forward), cost)
+        layer = forward * (1 + recompute) + w.layer_backward(forward)
         head, first, boundary = 3 * head, 2 * first, 2 * boundary
         passes = 2 + recompute
     partition, head_layers = None, np.inf
     if setting.balanced:
         partition = w.balanced_partition(shape, pp)
-        head_layers = 3 * head_forward.sum(0) / (forward.sum(0) + w.layer_backward(forward).sum(0))
-    total = w.pipelined(
+        head_layers = head.sum(0) / layer.sum(0)
+    total: Work = w.pipelined(
         layer=layer,
         first=first,
         last=head,
@@ -107,12 +93,11 @@ def micro_batch_pass(
         micro_batches=micro_batches,
         partition=partition,
     )
-    return total + contract(issued, cost)
+    return total + issued
 
 
 def update(
     setting: PassSetting,
-    cost: Array | None,
     *,
     tp: Any,
     pp: Any,
@@ -120,8 +105,8 @@ def update(
     gradient_bytes: float,
     optimizer_bytes: float,
     zero: int,
-) -> Any:
-    """Sum gradients over dp, then AdamW, on the pp_stage with most parameters; see `contract`."""
+) -> Work:
+    """Sum gradients over dp, then AdamW, on the pp_stage with most parameters, [C, ...]."""
     params = np.maximum(*w.stage_params(setting.shape, tp=tp, pp=pp))
     reduction = w.gradient_reduction(
         setting.machine,
@@ -134,6 +119,4 @@ def update(
         zero=zero,
     )
     updated = params / (dp * setting.context) if zero else params
-    return contract(reduction, cost) + contract(
-        w.optimizer_update(setting.machine, params=updated, state_bytes=optimizer_bytes), cost
-    )
+    return reduction + w.optimizer_update(setting.machine, params=updated, state_bytes=optimizer_bytes)

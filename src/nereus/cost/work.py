@@ -93,6 +93,8 @@ INDEX = {name: i for i, name in enumerate(CLASSES)}
 
 HOST = (LAUNCH, DECODE_LAUNCH, LAUNCH_NODES, LAUNCH_TP)
 IS_HOST = np.isin(np.arange(len(CLASSES)), HOST)
+DEVICE_AND_HOST = np.stack([~IS_HOST, IS_HOST]).astype(float)
+"""[2, C]: which classes run where."""
 OVERLAP_POWER = 6.0
 """Of the norm that joins device and host time. 1 would add them, infinity take the longer; fits of the shared training
 tables improve up to 4 and hardly change beyond."""
@@ -234,7 +236,7 @@ def add_all_reduce(
     across = np.minimum(machine.intra_bytes_s, members * machine.inter_bytes_s)
     work[intra] += np.where(crosses, 0.0, volume / machine.intra_bytes_s)
     work[inter] += np.where(crosses, volume / across, 0.0)
-    # small messages go up and down a tree; starting it takes about as long as four hops (shared/data/network: 1 MB takes
+    # small messages go up and down a tree; starting it takes about as long as four hops (vidur and vTrain tables: 1 MB takes
     # 30-60 us whatever the number of GPUs in a node)
     work[MESSAGE_INTRA] += times * np.where(members > 1, 4 + 2 * np.log2(members), 0.0) * machine.intra_latency_s
     work[MESSAGE_INTER] += times * np.where(crosses, 4 + 2 * np.log2(nodes), 0.0) * machine.inter_latency_s

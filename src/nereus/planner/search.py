@@ -29,7 +29,6 @@ from nereus.core.plan import ACTOR_GENERATION, ModelStage
 from nereus.planner.frontier import (
     EXTRA,
     GENERATION,
-    GPUS,
     INFERENCE,
     INFERENCE_SHARE,
     NEEDED,
@@ -82,19 +81,19 @@ def branching_order(problem: Problem) -> tuple[ModelStage, ...]:
     return order
 
 
-ROOM, HELD, PEAK, BEFORE, AFTER = range(5)
-"""First index of `Labels.cliques`: GPUs of the heaviest disjoint clique; resident bytes of the heaviest overlapping one, and
-with the largest working set; seconds of the longest chain of inference tasks that begins in S, of training ones that ends
-there (weight_sync is one of these)."""
+HELD, PEAK, BEFORE, AFTER = range(-4, 0)
+"""First index of `Labels.cliques`. Before HELD: room that the heaviest disjoint clique takes, in each kind of
+`Search.slots`. Resident bytes of the heaviest overlapping clique, and with the largest working set. Seconds of the longest
+chain of inference tasks that begins in S, of training ones (and weight_sync) that ends there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Labels:
     """n partial selections of the first `depth` levels, which number the bits of S.
 
-    cliques: [5, n, 2**depth], see above. sums: [4, n] figures GENERATION to TRAINING_SHARE, added up. rows, disjoint:
-    [n, depth] row of each level, and from which earlier levels it is disjoint (bits). key: [n] the training layouts so
-    far, as one number.
+    cliques: [kinds of slots + 4, n, 2**depth], see above. sums: [4, n] figures GENERATION to TRAINING_SHARE, added up.
+    rows, disjoint: [n, depth] row of each level, and from which earlier levels it is disjoint (bits). key: [n] the
+    training layouts so far, as one number.
     """
 
     cliques: Floats
@@ -104,10 +103,10 @@ class Labels:
     key: Ints
 
     @classmethod
-    def root(cls) -> Labels:
+    def root(cls, slots: int) -> Labels:
         none = np.zeros((1, 0), dtype=np.int64)
         key = np.zeros(1, dtype=np.int64)
-        return cls(cliques=np.zeros((5, 1, 1)), sums=np.zeros((4, 1)), rows=none, disjoint=none, key=key)
+        return cls(cliques=np.zeros((slots + 4, 1, 1)), sums=np.zeros((4, 1)), rows=none, disjoint=none, key=key)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,8 +125,9 @@ class Level:
 
     overlaps: the sets of earlier levels (bits) with which it may be said to overlap. after: earlier levels (bits) whose
     updates its weight_sync waits for in any case. infers, trains: whether it has a task in the inference stage, in training
-    or weight_sync. keyed: plans that differ in its layout count as different. least: [8] figures GPUS to
-    TRAINING_SHARE, each at the least. rest: [4, 1] what later levels add to a label's sums at the least.
+    or weight_sync. keyed: plans that differ in its layout count as different. needs: [kinds of slots + 3, n] slots,
+    resident, needed bytes and inference seconds. least_needs: each at the least. least: [4] figures GENERATION to
+    TRAINING_SHARE at the least. rest: [4, 1] what later levels add to a label's sums at the least.
     """
 
     depth: int
@@ -137,6 +137,8 @@ class Level:
     infers: bool
     trains: bool
     keyed: bool
+    needs: Floats
+    least_needs: Floats
     least: Floats
     rest: Floats
 
@@ -151,17 +153,36 @@ class Search:
     levels: list[Level] = field(init=False, default_factory=list)
     found: dict[int, Found] = field(default_factory=dict)
     starts: dict[Any, tuple[int, ...] | None] = field(init=False, default_factory=dict)
+    slots: Ints = field(init=False)
     expanded: int = field(init=False, default=0)
 
     def __post_init__(self) -> None:
         order = branching_order(self.problem)
         awaited = {name for t in self.problem.graph if t.stage == "weight_sync" for name in t.after}
         after = sum(1 << order.index(t.model_stage) for t in self.problem.graph if t.name in awaited)
+        self.slots = self._slots()
         rest = np.zeros((4, 1))
         for depth in reversed(range(len(order))):
             level = self._level(order, depth, after, rest)
             self.levels.insert(0, level)
-            rest = rest + level.least[4:, None]
+            rest = rest + level.least[:, None]
+
+    def _slots(self) -> Ints:
+        """[s, 2] slot size and reach: sets that are aligned to it or more, and must end there, are counted in such slots.
+
+        Two disjoint sets that are aligned to a slot size do not share a slot. Without this, sets that only alignment or
+        reach keeps from fitting, as 12 + 12 GPUs on three nodes of 8, would be found out one plan at a time.
+        """
+        size, frontiers = self.problem.pool.size, self.frontiers.values()
+        uneven = [
+            slot
+            for slot in self.problem.pool.divisors[:-1]
+            if any(((f.align >= slot) & (f.gpus % slot != 0)).any() for f in frontiers)
+        ]
+        reaches = sorted({int(r) for f in frontiers for r in set(f.reach.tolist())} - {size})
+        kinds = [(1, size), *((slot, size) for slot in uneven), *((1, reach) for reach in reaches)]
+        kinds += [(slot, reach) for slot in uneven[:1] for reach in reaches]
+        return np.array(kinds, dtype=np.int64)
 
     def _level(self, order: Sequence[ModelStage], depth: int, after: int, rest: Floats) -> Level:
         m, alone = order[depth], self.problem.asynchronous
@@ -170,15 +191,21 @@ class Search:
         if alone:
             overlaps = overlaps[:1] if depth == generation else overlaps[(overlaps >> generation) & 1 == 0]
         stages = {t.stage for t in self.problem.graph if t.model_stage == m}
+        f = self.frontiers[m]
+        slot, reach = self.slots[:, :1], self.slots[:, 1:]
+        slots = np.where((f.align >= slot) & (f.reach <= reach), -(-f.gpus // slot), 0.0)
+        needs = np.concatenate([slots, f.figures[[RESIDENT, NEEDED, INFERENCE]]])
         return Level(
             depth=depth,
-            frontier=self.frontiers[m],
+            frontier=f,
             overlaps=overlaps,
             after=after if depth == generation else 0,
             infers="inference" in stages,
             trains="training" in stages or ("weight_sync" in stages and not alone),
             keyed=m.stage == "training",
-            least=self.frontiers[m].figures[:8].min(axis=1, initial=np.inf),
+            needs=needs,
+            least_needs=needs.min(axis=1, initial=np.inf),
+            least=f.figures[GENERATION : TRAINING_SHARE + 1].min(axis=1, initial=np.inf),
             rest=rest,
         )
 
@@ -187,11 +214,11 @@ class Search:
         longest = [
             max(float(level.frontier.figures[row].min()) for level in self.levels) for row in (INFERENCE, TRAINING)
         ]
-        sums = self.levels[0].rest[:, 0] + self.levels[0].least[4:]
+        sums = self.levels[0].rest[:, 0] + self.levels[0].least
         kept = {}
         for level in self.levels:
             figures = level.frontier.figures
-            own = (sums - level.least[4:])[:, None] + figures[GENERATION : TRAINING_SHARE + 1]
+            own = (sums - level.least)[:, None] + figures[GENERATION : TRAINING_SHARE + 1]
             chains = (np.maximum(longest[i], figures[row]) for i, row in enumerate((INFERENCE, TRAINING)))
             kept[level.frontier.model_stage] = level.frontier.take(self._step(own, *chains) < self.cutoff)
         return kept
@@ -213,21 +240,23 @@ class Search:
 
     def children(self, level: Level, labels: Labels) -> Children:
         """Every feasible child whose lower bound is below the cutoff, best first."""
-        figures, cliques = level.frontier.figures, labels.cliques
+        cliques = labels.cliques
         n, count, full = len(labels.key), len(level.overlaps), (1 << level.depth) - 1
         self.expanded += n * count * len(level.frontier)
         cutoff = self._cutoffs(labels)
         parent = np.arange(n).repeat(count)
         related = level.overlaps if n == 1 else np.tile(level.overlaps, n)
-        limits = np.empty((4, len(parent)))
-        limits[0] = self.problem.pool.size - cliques[ROOM, parent, full ^ related]
-        limits[2:0:-1] = self.problem.usable_bytes - cliques[HELD : PEAK + 1, parent, related]
-        limits[3] = self._slack(level, labels, cutoff)[parent] - cliques[BEFORE, parent, related]
-        possible = np.flatnonzero(np.all(limits >= level.least[:4, None], axis=0))
+        pool, usable = -(-self.slots[:, 1:] // self.slots[:, :1]), self.problem.usable_bytes
+        limits = np.empty((len(level.needs), len(parent)))
+        limits[:-3] = pool - cliques[:HELD, parent, full ^ related]
+        limits[-3] = usable - cliques[PEAK, parent, related]
+        limits[-2] = usable - cliques[HELD, parent, related]
+        limits[-1] = self._slack(level, labels, cutoff)[parent] - cliques[BEFORE, parent, related]
+        possible = np.flatnonzero(np.all(limits >= level.least_needs[:, None], axis=0))
         parent, related, limits = parent[possible], related[possible], limits[:, possible, None]
-        ok = np.asarray(figures[GPUS] <= limits[0])
-        for i in (RESIDENT, NEEDED, INFERENCE):
-            ok &= figures[i] <= limits[i]
+        ok = np.asarray(level.needs[0] <= limits[0])
+        for need, limit in zip(level.needs[1:], limits[1:], strict=True):
+            ok &= need <= limit
         pair, row = ok.nonzero()
         parent, related = parent[pair], related[pair]
         bound = self._bound(level, labels, parent, related, row)
@@ -251,7 +280,7 @@ class Search:
 
     def _slack(self, level: Level, labels: Labels, cutoff: Floats) -> Floats:
         """[n]: how long inference may take before the bound of any child reaches the cutoff."""
-        sums = labels.sums + (level.rest + level.least[4:, None])
+        sums = labels.sums + (level.rest + level.least[:, None])
         slack = cutoff - sums[1] - np.maximum(labels.cliques[AFTER, :, -1], sums[3])
         return np.asarray(slack if self.problem.asynchronous else slack - sums[0])
 
@@ -274,12 +303,12 @@ class Search:
         parent, overlap, row = children.parent[which], children.overlap[which], children.row[which]
         at, subsets, figures = parent[:, None], np.arange(1 << depth), f.figures[:, row, None]
         among = subsets & overlap[:, None]
-        grown = np.empty((5, len(parent), 2 << depth))
+        grown = np.empty((len(cliques), len(parent), 2 << depth))
         before, new = grown[:, :, : 1 << depth], grown[:, :, 1 << depth :]
         before[:] = new[:] = cliques[:, parent]
-        room = figures[GPUS] + cliques[ROOM][at, subsets ^ among]
+        room = level.needs[:-3, row, None] + cliques[:HELD, at, subsets ^ among]
         held, peak = cliques[HELD : PEAK + 1, at, among]
-        np.maximum(new[ROOM], room, out=new[ROOM])
+        np.maximum(new[:HELD], room, out=new[:HELD])
         np.maximum(new[HELD], figures[RESIDENT] + held, out=new[HELD])
         np.maximum(new[PEAK], figures[RESIDENT] + np.maximum(peak, figures[WORKING] + held), out=new[PEAK])
         if level.infers:
@@ -314,7 +343,7 @@ class Search:
 
     def dive(self) -> None:
         """Good plans quickly: only the most promising labels of each level, of several training layouts."""
-        labels = Labels.root()
+        labels = Labels.root(len(self.slots))
         for level in self.levels[:-1]:
             children = self.children(level, labels)
             which = np.arange(len(children.bound))
@@ -362,7 +391,7 @@ class Search:
     def best(self) -> list[Found]:
         """The k best selections with different training layouts, best first; fewer where there are fewer."""
         if all(len(level.frontier) for level in self.levels):
-            self.descend(0, Labels.root())
+            self.descend(0, Labels.root(len(self.slots)))
         return sorted(self.found.values(), key=lambda f: f.objective_s)
 
 

@@ -1,7 +1,8 @@
 """The synchronous loop: generate, score, compute advantages, train, at step boundaries change the plan, sync weights.
 
-    step:   generation -> inference (reference, reward model, values, old log-probs) -> training -> boundary
-    boundary: counters, [change of plan], weight_sync, [checkpoint]
+    step:   [change of plan] -> weight_sync -> generation -> inference (reference, reward model, values, old log-probs)
+            -> training, counters
+    then:   [checkpoint], which so is always from before the next step's change
 
 The loop holds no tensors of any model. It deals a batch out over the units of each model-stage, collects the answers, and
 decides nothing about layouts: any plan gives the same numbers. Tasks of the inference stage are all started before any
@@ -77,14 +78,12 @@ class Trainer:
         """Train from `first_step` to the job's last; returns the next step, earlier where `stop` said so."""
         changes = {change.step: change for change in self.changes}
         step = first_step
-        self._weight_sync(step)
         while step < self.job.steps and not self.stop():
             started = self.clock()
-            metrics, sample = self._step(step)
-            following = changes.get(step + 1) if step + 1 < self.job.steps else None
-            if following is not None:
-                self._change(step + 1, following)
+            if step in changes:
+                self._change(step, changes[step])
             self._weight_sync(step)
+            metrics, sample = self._step(step)
             seconds = {**self._seconds, "step": self.clock() - started}
             self._seconds = {}
             self.emit(StepFinished(step=step, metrics=metrics, seconds=seconds, sample=sample))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import os
 from itertools import product
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from nereus.core.errors import UserError
 from nereus.cost.calibration import MEMORY_KINDS, Calibration
 from nereus.cost.runs import TrainingRun, capacity_bytes, step_memory, step_work
 
-SHARED = Path("/work/shared/data")
+SHARED = Path(os.environ.get("NEREUS_DATA", Path(__file__).parents[3] / "shared" / "data"))
 PLANTED = {"gemm": 0.8, "attention_prefill": 0.3, "elementwise": 0.4, "all_reduce/intra": 0.7, "launch": 0.1}
 
 
@@ -115,7 +116,9 @@ def test_memory_kinds_of_a_run_are_those_that_are_learned() -> None:
     assert step_memory(run).shape == (2, len(MEMORY_KINDS))
 
 
-@pytest.mark.skipif(not SHARED.exists(), reason="shared/data, the measured public tables, is not on this machine")
+@pytest.mark.skipif(
+    not SHARED.exists(), reason="the measured public tables are not here: $NEREUS_DATA names their folder"
+)
 def test_measured_runs_are_predicted_as_well_as_the_docs_say() -> None:
     summary = bench_cost(SHARED / "training_steps.csv")["summary"]
     for figures in (summary["vtrain_multi A100-SXM-80GB"], summary["vtrain_multi A100-SXM-80GB"]["halves_swapped"]):

@@ -102,7 +102,7 @@ _LINKS: Mapping[str, tuple[float, float, int]] = {
     "H20": (450, 50, 8),
     "B200": (900, 50, 8),  # DGX B200: NVLink 5 1.8 TB/s both directions; 8 NDR-400
     "MI250X-GCD": (50, 12.5, 8),  # LUMI: Infinity Fabric 50 GB/s between GCDs at the least; 4 Slingshot-200 for 8 GCDs
-    "cpu": (2, 1, 8),  # Gloo over loopback, shared/facts.md
+    "cpu": (2, 1, 8),  # Gloo over loopback, measured
 }
 
 _ALIASES = {"A100": "A100-80GB", "H100": "H100-SXM", "MI250X": "MI250X-GCD", "A100-SXM-80GB": "A100-80GB"}

@@ -137,7 +137,7 @@ class Batch:
     responses: list[list[int]]
 
     @classmethod
-    def draw(cls, vocab_size: int, *, n: int = 9, seed: int = 0) -> Batch:
+    def draw(cls, vocab_size: int, *, n: int = 7, seed: int = 0) -> Batch:
         """Token 0, the padding, is in them too; only reward models of transformers cannot have it at the end."""
         random = np.random.default_rng(seed)
 

@@ -133,7 +133,7 @@ class Trained:
     """A model after a few optimizer steps, with all that must survive a move, and its loss by transformers."""
 
     def __init__(self, rig: Rig, model: TinyModel, start: Placement, folder: Path) -> None:
-        self.rig, self.batch, self.folder = rig, Batch.draw(model.reference.config.vocab_size), folder
+        self.rig, self.batch, self.folder = rig, Batch.draw(model.reference.config.vocab_size, n=5), folder
         self.targets: PolicyTargets = policy_targets(model.reference, self.batch)
         rig.install({ACTOR_TRAINING: model}, Plan((start,)))
         for _ in range(3):

@@ -80,7 +80,10 @@ RUNS: Mapping[str, RlRun] = {
 
 
 def bench_cost_rl(folder: Path) -> dict[str, Any]:
-    """The JSON of `nereus bench cost --rl`. folder: with rl_steps.csv, rl_runs.csv and rl_plans/. Raises UserError for tables that cannot be read."""
+    """The JSON of `nereus bench cost --rl FOLDER`.
+
+    folder: with rl_steps.csv, rl_runs.csv and rl_plans/. Raises UserError for tables that cannot be read.
+    """
     rows: list[dict[str, Any]] = []
     summary: dict[str, Any] = {}
     logs: dict[str, list[dict[str, str]]] = {}

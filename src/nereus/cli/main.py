@@ -63,6 +63,69 @@ class Run:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Plan:
+    """The best plan for a model, a cluster and sequence lengths, the alternatives, and why. Predicted; nothing is run."""
+
+    job: Annotated[tyro.conf.Positional[Path | None], tyro.conf.arg(metavar="JOB")] = None
+    """Job file, or a folder with a job.yaml in it; without one, the flags below describe the job."""
+    set: Annotated[tuple[str, ...], tyro.conf.arg(metavar="FIELD=VALUE"), tyro.conf.UseAppendAction] = ()
+    """Override a field of the job file; may be given again."""
+    model: str = "Llama-3.1-8B"
+    """Name of a usual model, or a folder with a config.json; every model of the job has its shape."""
+    gpus: int = 64
+    """GPUs of the pool."""
+    device: str = "A100-80GB"
+    """Kind of GPU (A100-40GB, A100-80GB, H100-SXM, H200, B200, ...)."""
+    length: float | None = None
+    """Mean response length, tokens (2048; of a job file: a third of its max_new_tokens)."""
+    prompt: float = 512
+    """Mean prompt length, tokens."""
+    prompts: int = 1024
+    """Prompts a step."""
+    samples: int = 1
+    """Responses to each prompt."""
+    algorithm: Literal["ppo", "grpo", "remax"] = "ppo"
+    """What is trained."""
+    sweep: Annotated[tuple[str, ...], tyro.conf.arg(metavar="lengths=A..B gpus=C..D")] = ()
+    """How the best plan shifts over lengths and pools, both doubling."""
+    plot: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    """Draw the sweep as a picture."""
+    json: bool = False
+    """Print one JSON object on stdout, and nothing else there."""
+
+    def main(self) -> int:
+        from nereus.cli import plan
+
+        if self.job is not None:
+            question = plan.question_of_job(
+                self.job, self.set, device=self.device, prompt=self.prompt, length=self.length
+            )
+        else:
+            question = plan.question_of_flags(
+                model=self.model,
+                device=self.device,
+                gpus=self.gpus,
+                prompt=self.prompt,
+                length=self.length or 2048,
+                prompts=self.prompts,
+                samples=self.samples,
+                algorithm=self.algorithm,
+            )
+        console = Console(stderr=self.json)
+        if self.sweep or self.plot is not None:
+            rows = plan.sweep(question, *plan.sweep_axes(self.sweep, question))
+            console.print(plan.sweep_view(rows))
+            if self.plot is not None:
+                plan.plot(rows, self.plot, f"{self.model} {question.algorithm} on {self.device}, predicted")
+            found: dict[str, Any] = {"sweep": rows}
+        else:
+            found = plan.show(console, question)
+        if self.json:
+            print(json.dumps(found))
+        return 0
+
+
+@dataclass(frozen=True, kw_only=True)
 class Bench:
     """Measure what README and docs quote.
 
@@ -159,13 +222,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130
 
 
-def _parse(arguments: Sequence[str] | None) -> Run | Bench:
+def _parse(arguments: Sequence[str] | None) -> Run | Plan | Bench:
     """The command that was asked for. Raises UserError with tyro's complaint, which is a box, as one line."""
-    commands: dict[str, Callable[..., Run | Bench]] = {"run": Run, "bench": Bench}
+    commands: dict[str, Callable[..., Run | Plan | Bench]] = {"run": Run, "plan": Plan, "bench": Bench}
     said = io.StringIO()
     try:
         with contextlib.redirect_stderr(said):
-            command: Run | Bench = tyro.extras.subcommand_cli_from_dict(
+            command: Run | Plan | Bench = tyro.extras.subcommand_cli_from_dict(
                 commands, args=arguments, prog="nereus", description=__doc__, config=(tyro.conf.FlagCreatePairsOff,)
             )
     except SystemExit as error:

@@ -59,7 +59,7 @@ class PlannedPlan:
 
     @cached_property
     def memory_bytes(self) -> dict[int, float]:
-        """Device id -> predicted peak. Nodes are equal, so a position's figure is that of the GPU first laid there."""
+        """Device id -> predicted peak; GPUs that hold nothing are left out."""
         return gpu_memory(self)
 
     @property

@@ -130,7 +130,7 @@ def shape_of(model: str) -> ModelShape:
 
 
 def answer(question: Question, k: int = 5) -> tuple[PlanChoice, Explanation]:
-    """The best plans and why. Raises PlanError saying what does not fit, by how much, and the smallest pool that would do."""
+    """The best plans and why. Raises PlanError saying what does not fit, by how much, and the least pool that would."""
     cluster = question.cluster
     model = CostModel(
         question.shapes,

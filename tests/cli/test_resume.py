@@ -202,6 +202,15 @@ def test_sigterm_stops_as_ctrl_c_does(
     assert signal.getsignal(signal.SIGTERM) is before
 
 
+def test_what_a_resumed_run_was_asked_for_is_kept(run: Run, write_job: WriteJob, at_step: Callable[..., None]) -> None:
+    folder = Path(run(write_job(steps=1))["run"])
+    at_step(1, lambda _: signal.raise_signal(signal.SIGINT))
+    assert run(None, "steps=4", "sampling.max_new_tokens=5", resume=folder)["steps"] == 2
+    summary = run(resume=folder)
+    assert summary["steps"] == 4
+    assert [row["length_max"] <= 5 for row in summary["history"]] == [False, True, True, True]
+
+
 @pytest.mark.parametrize("every", [0, 1])
 def test_a_second_ctrl_c_leaves_at_once(
     nereus: Callable[..., Any], write_job: WriteJob, at_step: Callable[..., None], every: int
@@ -239,8 +248,11 @@ def test_a_finished_run_says_what_to_do_and_does_it(done: Path, mistake: Callabl
     summary = run(None, "steps=5", resume=done)
     assert summary["steps"] == 5
     assert_exactly_once(done, 5)
-    assert started(done)[-1].devices == (0,), "the change before step 3 was due when the run ended"
-    assert f"nereus run --resume {done} --set steps=15" in mistake("run", "--resume", done), "it is asked for once only"
+    assert [t["step"] for t in summary["transitions"]] == [3], "a change that was due when the run ended"
+    run(None, "steps=6", "plan.all.micro_batch=1", resume=done)
+    assert started(done)[-1].devices == (0,), "the devices are those of the checkpoint"
+    assert_exactly_once(done, 6)
+    assert f"nereus run --resume {done} --set steps=16" in mistake("run", "--resume", done)
 
 
 @pytest.mark.parametrize(

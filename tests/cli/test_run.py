@@ -40,7 +40,7 @@ def test_json_is_one_object_with_the_documented_keys(
     folder = only(tmp_path / "runs")
     assert list(summary) == [
         "run", "steps", "seconds", "reward_first", "reward_last", "length_first", "length_last", "transitions",
-        "samples",
+        "samples", "history",
     ]  # fmt: skip
     assert summary["run"] == str(folder) and summary["steps"] == 3 and summary["seconds"] > 0
     assert summary["samples"] == {"trained": 3 * 8 * 2, "repeated": 0, "skipped": 0}
@@ -53,6 +53,7 @@ def test_json_is_one_object_with_the_documented_keys(
     assert first["state_equal"] is True and second["state_equal"] is True
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [0, 1, 2]
+    assert [step["kl"] for step in summary["history"]] == [row["kl"] for row in rows]
     assert summary["reward_first"] == rows[0]["reward"] and summary["length_last"] == rows[-1]["length_mean"]
     assert "step 2" in answer.stderr and "checkpoint" in answer.stderr
     check_folder(folder)
@@ -64,7 +65,7 @@ def check_folder(folder: Path) -> None:
     }  # fmt: skip
     events = [record.event for record in read_events(folder)]
     assert [type(event) for event in events] == [
-        RunStarted, TransitionFinished, StepFinished, TransitionFinished, StepFinished, CheckpointWritten,
+        RunStarted, StepFinished, TransitionFinished, StepFinished, CheckpointWritten, TransitionFinished,
         StepFinished, CheckpointWritten, RunFinished,
     ]  # fmt: skip
     assert [e.step for e in events if isinstance(e, CheckpointWritten)] == [2, 3]
@@ -117,6 +118,7 @@ def test_a_number_that_is_none_is_null(
 
     summary = json.loads(answer.stdout, parse_constant=refuse)
     assert summary["samples"] == {"trained": 0, "repeated": 0, "skipped": 16}
+    assert summary["history"][0]["score"] is None and summary["history"][0]["reward"] >= 0
     assert "not finite" in answer.stderr
 
 

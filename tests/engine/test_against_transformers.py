@@ -106,7 +106,7 @@ class Expected:
 
     def check(self, statistics: list[float], norm: float, gradients: Mapping[str, torch.Tensor], what: str) -> None:
         """Relative to each tensor's own size; some gradients, of key biases, are exactly zero but for rounding."""
-        assert statistics[0] == pytest.approx(self.loss_sum, rel=1e-5), what
+        assert statistics[0] == pytest.approx(self.loss_sum, rel=1e-5, abs=1e-5), what
         assert norm == pytest.approx(self.norm, rel=1e-5), what
         assert gradients.keys() == self.gradients.keys(), what
         for name, expected in self.gradients.items():

@@ -132,8 +132,9 @@ def placed(shape: Shape, pool: int = 4) -> Placement:
 class Trained:
     """A model after a few optimizer steps, with all that must survive a move, and its loss by transformers."""
 
-    def __init__(self, rig: Rig, model: TinyModel, start: Placement, folder: Path) -> None:
-        self.rig, self.batch, self.folder = rig, Batch.draw(model.reference.config.vocab_size, n=5), folder
+    def __init__(self, rig: Rig, model: TinyModel, start: Placement, folder: Path, pool: int) -> None:
+        self.rig, self.folder = rig, folder
+        self.batch = Batch.draw(model.reference.config.vocab_size, n=pool + 1)  # uneven under every dp but one
         self.targets: PolicyTargets = policy_targets(model.reference, self.batch)
         rig.install({ACTOR_TRAINING: model}, Plan((start,)))
         for _ in range(3):
@@ -191,7 +192,7 @@ def test_every_pair_on_4_devices(rig: Rig, tmp_path: Path, part: int) -> None:
     num_changes = (len(CIRCUIT) - 1) // PARTS
     path = [placed(shape) for shape in CIRCUIT[part * num_changes : (part + 1) * num_changes + 1]]
     model = TinyModel.make(llama(), "policy", tmp_path / "model")
-    walk(Trained(rig, model, path[0], tmp_path), FirstPrinciples(model, FIVE_LAYERS), path, 4)
+    walk(Trained(rig, model, path[0], tmp_path, 4), FirstPrinciples(model, FIVE_LAYERS), path, 4)
 
 
 def test_pairs_on_8_devices(rig: Rig, tmp_path: Path) -> None:
@@ -201,7 +202,7 @@ def test_pairs_on_8_devices(rig: Rig, tmp_path: Path) -> None:
     shapes = [(2, 2, 1), (8, 1, 1), (1, 8, 1), (2, 2, 2), (2, 1, 3), (3, 1, 2), (4, 2, 1), (1, 1, 8), (2, 4, 1)]
     shapes += [(1, 3, 2), (6, 1, 1), (1, 8, 1), (8, 1, 1), (1, 2, 4), (2, 2, 1)]
     path = [placed(shape, 4 if shape == (2, 2, 1) else 8) for shape in shapes]
-    trained, rules = Trained(rig, model, path[0], tmp_path), FirstPrinciples(model, NINE_LAYERS)
+    trained, rules = Trained(rig, model, path[0], tmp_path, 8), FirstPrinciples(model, NINE_LAYERS)
     rig.go(Plan((path[0],)), range(8))
     walk(trained, rules, path, 8)
     rig.go(Plan((path[-1],)), range(4))

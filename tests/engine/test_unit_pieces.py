@@ -241,6 +241,10 @@ def test_models_without_a_plan_and_mixtures_of_experts(config: Any, message: str
         ),
         (transformers.Gemma2Config(**SMALL), "'gemma2' cannot be built: .*attention implementation"),
         (
+            transformers.Qwen3_5TextConfig(**SMALL),
+            "'qwen3_5_text' is not supported: sequences cannot leave a batch of its LinearAttentionLayer",
+        ),
+        (
             transformers.DogeConfig(**{**SMALL, "num_attention_heads": 8}),
             "'doge' is not supported: it cuts layers.0.self_attn.dt_proj",
         ),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import math
 import os
 import re
 import sys
@@ -58,7 +59,7 @@ class Run:
         )
         summary = run_job(request, Console(stderr=self.json))
         if self.json:
-            print(json.dumps(summary))
+            _print_json(summary)
         return 0
 
 
@@ -121,7 +122,7 @@ class Plan:
         else:
             found = plan.show(console, question)
         if self.json:
-            print(json.dumps(found))
+            _print_json(found)
         return 0
 
 
@@ -159,7 +160,7 @@ class Bench:
         console = Console(stderr=self.json, highlight=False)
         found, lines = self._measure(lambda line: console.print(line, style="dim"))
         if self.json:
-            print(json.dumps(found))
+            _print_json(found)
         else:
             for line in lines:
                 console.print(line, soft_wrap=True)
@@ -190,6 +191,19 @@ class Bench:
 
         found = bench_cost(self.table, self.peer_python)
         return found, list(table_lines(found))
+
+
+def _print_json(found: dict[str, Any]) -> None:
+    print(json.dumps(_strict(found), allow_nan=False))
+
+
+def _strict(value: Any) -> Any:
+    """What JSON can say: null for NaN and infinities."""
+    if isinstance(value, dict):
+        return {name: _strict(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_strict(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _print_fields() -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import math
 import os
 import signal
 import time
@@ -50,7 +49,7 @@ class RunRequest:
 
 
 def run_job(request: RunRequest, console: Console) -> dict[str, Any]:
-    """Run to the end (or to Ctrl-C); returns the summary that `--json` prints, and the metrics of each step, "history".
+    """Run to the end (or to Ctrl-C); returns the summary that `--json` prints, the metrics of each step as "history".
 
     Raises UserError before anything is started, RunFailed when the run ends before its time.
     """
@@ -151,7 +150,7 @@ def _run(
         cluster = LocalCluster(
             PROGRAM,
             (prepared.architectures,),
-            preload=PRELOAD,
+            preload=(*PRELOAD, "nereus.cli.main"),
             device_type=device_type,
             timeout_s=job.cluster.timeout_s,
         )
@@ -211,7 +210,7 @@ def _run(
 
 
 def summarise(folder: RunFolder, job: Job, seconds: float) -> dict[str, Any]:
-    """The facts of a run, from what it wrote down. Rewards and lengths are means over three steps, None if not finite."""
+    """The facts of a run, from what it wrote down. Rewards and lengths are means over three steps."""
     from nereus.rl.ledger import account, read_ledger
 
     progress = Progress()
@@ -223,8 +222,8 @@ def summarise(folder: RunFolder, job: Job, seconds: float) -> dict[str, Any]:
         samples_per_prompt=job.batch.samples_per_prompt,
         epochs=job.batch.epochs,
     )
-    reward_first, reward_last, _ = map(_number, first_and_last(progress.values("reward")))
-    length_first, length_last, _ = map(_number, first_and_last(progress.values("length_mean")))
+    reward_first, reward_last, _ = first_and_last(progress.values("reward"))
+    length_first, length_last, _ = first_and_last(progress.values("length_mean"))
     return {
         "run": str(folder.path),
         "steps": len(progress.steps),
@@ -237,10 +236,6 @@ def summarise(folder: RunFolder, job: Job, seconds: float) -> dict[str, Any]:
         "samples": dataclasses.asdict(counted),
         "history": [{"step": event.step, **event.metrics} for event in progress.steps],
     }
-
-
-def _number(value: float) -> float | None:
-    return value if math.isfinite(value) else None
 
 
 def _transition_row(event: TransitionFinished) -> dict[str, Any]:

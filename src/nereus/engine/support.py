@@ -34,6 +34,8 @@ def check_support(model: nn.Module, model_type: str) -> None:
 
 def _unknown_part(model: Any) -> str:
     """A part that has no place in a unit, or ""."""
+    import transformers
+
     decoder = getattr(model, model.base_model_prefix)
     for part in ("embed_tokens", "layers", "norm", "rotary_emb"):
         if not hasattr(decoder, part):
@@ -45,6 +47,9 @@ def _unknown_part(model: Any) -> str:
             return f"parameter {name} has no place in a pipeline that we know"
     for name, _ in decoder.layers.named_buffers():
         return f"its layers have a buffer, {name}"
+    for layer in transformers.DynamicCache(config=decoder.config).layers:
+        if not hasattr(layer, "batch_select_indices"):  # the state of linear attention
+            return f"sequences cannot leave a batch of its {type(layer).__name__}"
     if type(decoder.embed_tokens) is not nn.Embedding and not hasattr(decoder.embed_tokens, "scalar_embed_scale"):
         return f"its embeddings are of an unknown kind, {type(decoder.embed_tokens).__name__}"
     return ""

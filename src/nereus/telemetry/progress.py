@@ -51,7 +51,7 @@ class Progress:
                     devices=event.devices,
                     stage=None,
                     steps=_before(self.steps, event.first_step),
-                    transitions=tuple(t for t in self.transitions if t.step <= event.first_step),
+                    transitions=tuple(t for t in self.transitions if t.step < event.first_step),
                     finished=None,
                     started_s=now_s,
                     step_ended_s=now_s,

@@ -94,8 +94,10 @@ def run() -> Iterator[Callable[..., dict[str, Any]]]:
     def run_once(job: Path | None = None, *overrides: str, **how: Any) -> dict[str, Any]:
         return run_job(RunRequest(job=job, overrides=overrides, **how), Console(file=io.StringIO()))
 
+    before = {child.pid for child in multiprocessing.active_children()}  # clusters that other tests share
     yield run_once
-    assert not multiprocessing.active_children(), "a run has left processes behind"
+    left = [child for child in multiprocessing.active_children() if child.pid not in before]
+    assert not left, "a run has left processes behind"
 
 
 def _merged(base: Mapping[str, Any], changed: Mapping[str, Any]) -> dict[str, Any]:

@@ -236,10 +236,29 @@ def test_the_command_itself(tmp_path: Path) -> None:
 # -- how it goes on ------------------------------------------------------------------------------------------------
 
 
+@pytest.fixture(scope="module")
+def originals() -> dict[str, Path]:
+    """Runs that several tests go on with, by what they are; each is made once and copied."""
+    return {}
+
+
 @pytest.fixture
-def done(run: Run, write_job: WriteJob) -> Path:
+def done(run: Run, write_job: WriteJob, originals: dict[str, Path], tmp_path: Path) -> Path:
     """A run of three steps that has ended, with two checkpoints."""
-    return Path(run(write_job(changes=[{"step": 3, "devices": 1}], run={"checkpoint_every": 2}))["run"])
+    if "done" not in originals:
+        job = write_job(changes=[{"step": 3, "devices": 1}], run={"checkpoint_every": 2})
+        originals["done"] = Path(run(job)["run"])
+    return Path(shutil.copytree(originals["done"], tmp_path / "done"))
+
+
+@pytest.fixture
+def moved(run: Run, write_job: WriteJob, originals: dict[str, Path], tmp_path: Path) -> Path:
+    """A run of two steps, the first on one device, the second, by the job file too, on two."""
+    if "moved" not in originals:
+        first = run(write_job(steps=1, plan={"all": {"dp": 1}}, cluster={"devices": 1}))["run"]
+        again = run(None, "steps=2", "cluster.devices=2", "plan.all.dp=2", resume=Path(first))
+        originals["moved"] = Path(again["run"])
+    return Path(shutil.copytree(originals["moved"], tmp_path / "moved"))
 
 
 def test_a_finished_run_says_what_to_do_and_does_it(done: Path, mistake: Callable[..., str], run: Run) -> None:
@@ -249,7 +268,7 @@ def test_a_finished_run_says_what_to_do_and_does_it(done: Path, mistake: Callabl
     assert summary["steps"] == 5
     assert_exactly_once(done, 5)
     assert [t["step"] for t in summary["transitions"]] == [3], "a change that was due when the run ended"
-    run(None, "steps=6", "plan.all.micro_batch=1", resume=done)
+    run(None, "steps=6", "plan={all: {micro_batch: 1}}", resume=done)
     assert started(done)[-1].devices == (0,), "the devices are those of the checkpoint"
     assert_exactly_once(done, 6)
     assert f"nereus run --resume {done} --set steps=16" in mistake("run", "--resume", done)
@@ -264,31 +283,28 @@ def test_a_finished_run_says_what_to_do_and_does_it(done: Path, mistake: Callabl
         (("plan=auto",), 2, (1, 1, 2), (1, 1, 2)),
         (("plan.actor/training={tp: 2}",), 2, (2, 1, 1), (1, 1, 2)),
         (("plan={all: {pp: 2}}",), 2, (1, 2, 1), (1, 2, 1)),
-        (("plan.all.dp=3", "cluster.devices=3"), None, None, None),
     ],
 )
 def test_another_plan(
     run: Run,
-    write_job: WriteJob,
-    mistake: Callable[..., str],
+    moved: Path,
     overrides: tuple[str, ...],
-    devices: int | None,
-    training: tuple[int, ...] | None,
-    generation: tuple[int, ...] | None,
+    devices: int,
+    training: tuple[int, ...],
+    generation: tuple[int, ...],
 ) -> None:
     """Overrides work as a change of plan does: what they do not name stays as it was at the checkpoint."""
-    folder = Path(run(write_job(steps=1, plan={"all": {"dp": 1}}, cluster={"devices": 1}))["run"])
-    folder = Path(run(None, "steps=2", "cluster.devices=2", "plan.all.dp=2", resume=folder)["run"])
-    if devices is None:
-        message = mistake("run", "--resume", folder, "--set", "steps=3", *(w for o in overrides for w in ("--set", o)))
-        assert "dp=3 does not divide" in message
-        return
-    run(None, "steps=3", *overrides, resume=folder)
-    event = started(folder)[-1]
+    run(None, "steps=3", *overrides, resume=moved)
+    event = started(moved)[-1]
     assert len(event.devices) == devices
     plan = {name: (p["tp"], p["pp"], p["dp"]) for name, p in event.plan.to_json().items()}
     assert plan["actor/training"] == training and plan["actor/generation"] == generation
-    assert_exactly_once(folder, 3)
+    assert_exactly_once(moved, 3)
+
+
+def test_another_plan_that_cannot_be(moved: Path, mistake: Callable[..., str]) -> None:
+    asked = ["--set", "steps=3", "--set", "cluster.devices=3", "--set", "plan.all.dp=3"]
+    assert mistake("run", "--resume", moved, *asked).startswith("plan: actor/generation: dp=3 does not divide the 8")
 
 
 def test_what_a_resumed_run_cannot_change(done: Path, mistake: Callable[..., str]) -> None:

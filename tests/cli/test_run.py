@@ -99,6 +99,8 @@ def test_only_the_newest_checkpoints_are_kept(run: Callable[..., Any], write_job
     summary = run(write_job(steps=4, run={"checkpoint_every": 1, "keep_checkpoints": 2}))
     kept = sorted(path.name for path in (Path(summary["run"]) / "checkpoints").iterdir())
     assert kept == ["step-000003", "step-000004"]
+    written = [r.event.step for r in read_events(Path(summary["run"])) if isinstance(r.event, CheckpointWritten)]
+    assert written == [1, 2, 3, 4], "each once"
 
 
 def test_a_number_that_is_none_is_null(
@@ -162,7 +164,8 @@ def test_a_device_that_dies(
     nereus: Callable[..., Any], write_job: WriteJob, tmp_path: Path, at_step: Callable[..., None], every: int
 ) -> None:
     at_step(3, kill(1))
-    answer = nereus("run", write_job(steps=5, run={"checkpoint_every": every}), "--json")
+    changes = [{"step": 2, "plan": {"actor/training": {"tp": 2}}}]
+    answer = nereus("run", write_job(steps=5, run={"checkpoint_every": every}, changes=changes), "--json")
     assert answer.exit_code == 1 and answer.stdout == ""
     *_, last = answer.stderr.splitlines()
     assert last.startswith("nereus: error: device 1 died (killed by SIGKILL) while running ")
@@ -178,7 +181,9 @@ def test_a_device_that_dies(
     if every:
         resumed = nereus("run", "--resume", folder, "--json")
         assert resumed.exit_code == 0, resumed.stderr
-        assert json.loads(resumed.stdout)["samples"] == {"trained": 5 * 8 * 2, "repeated": 0, "skipped": 0}
+        summary = json.loads(resumed.stdout)
+        assert summary["samples"] == {"trained": 5 * 8 * 2, "repeated": 0, "skipped": 0}
+        assert [t["step"] for t in summary["transitions"]] == [2], "also where it was made twice"
 
 
 def test_an_error_inside_a_device(

@@ -156,7 +156,7 @@ def test_rarer_models(rig: Rig, tmp_path: Path, family: str) -> None:
         check_all(rig, expected, batch, f"{family}, {shape}")
 
 
-@pytest.mark.parametrize("shape", [(1, 1, 1), (2, 2, 1), (1, 3, 1), (1, 2, 2)])
+@pytest.mark.parametrize("shape", [(2, 2, 1), (1, 3, 1), (1, 2, 2)])
 def test_neither_micro_batches_nor_recomputation_change_a_gradient(rig: Rig, tmp_path: Path, shape: Shape) -> None:
     names = [ACTOR_TRAINING, CRITIC_TRAINING]
     models = make_all(config_of("llama, tied"), names, tmp_path)

@@ -200,7 +200,7 @@ def test_pairs_on_8_devices(rig: Rig, tmp_path: Path) -> None:
     config = llama(num_attention_heads=24, num_hidden_layers=9)
     model = TinyModel.make(config, "policy", tmp_path / "model")
     shapes = [(2, 2, 1), (8, 1, 1), (1, 8, 1), (2, 2, 2), (2, 1, 3), (3, 1, 2), (4, 2, 1), (1, 1, 8), (2, 4, 1)]
-    shapes += [(1, 3, 2), (6, 1, 1), (1, 8, 1), (8, 1, 1), (1, 2, 4), (2, 2, 1)]
+    shapes += [(1, 3, 2), (6, 1, 1), (1, 2, 4), (2, 2, 1)]
     path = [placed(shape, 4 if shape == (2, 2, 1) else 8) for shape in shapes]
     trained, rules = Trained(rig, model, path[0], tmp_path, 8), FirstPrinciples(model, NINE_LAYERS)
     rig.go(Plan((path[0],)), range(8))

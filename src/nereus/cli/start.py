@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
@@ -39,10 +40,8 @@ class Start:
 def fresh(path: Path, overrides: Sequence[str], *, static: bool) -> Start:
     """Step 0 of a job file. Raises UserError."""
     job = _without_changes(load_job(path, overrides), static)
-    try:
+    with _naming_the_field():
         plan = initial_plan(job)
-    except PlanError as error:
-        raise PlanError(f"plan: {str(error).removeprefix('plan: ')}") from error
     return Start(job=job, plan=plan, devices=tuple(range(job.cluster.devices)))
 
 
@@ -100,4 +99,13 @@ def _plan_to_resume(
         section = {name: job.plan[name] for name in names}
     elif pool_asked:
         section = "auto"
-    return resolve_plan(job, section, pool, plan), pool
+    with _naming_the_field():
+        return resolve_plan(job, section, pool, plan), pool
+
+
+@contextmanager
+def _naming_the_field() -> Iterator[None]:
+    try:
+        yield
+    except PlanError as error:
+        raise PlanError(f"plan: {str(error).removeprefix('plan: ')}") from error

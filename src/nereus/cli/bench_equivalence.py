@@ -21,7 +21,8 @@ from safetensors.torch import load_file
 
 from nereus.cli.bench import Check, report
 from nereus.cli.config import load_job
-from nereus.cli.run import RunRequest, cache_folder, run_job
+from nereus.cli.run import RunRequest, cache_folder, device_type_of, run_job
+from nereus.core.errors import UserError
 from nereus.core.job import Job, initial_plan, planned_changes
 from nereus.core.plan import ACTOR_GENERATION, Plan
 from nereus.engine.generation import Request, Response
@@ -41,7 +42,12 @@ Say = Callable[[str], None]
 
 
 def equivalence(path: Path, overrides: Sequence[str], seeds: int, folder: Path, say: Say) -> dict[str, Any]:
-    """Run the bench on a job file. folder: where its run folders are made. say: takes one line of progress."""
+    """Run the bench on a job file. folder: where its run folders are made. say: takes one line of progress.
+
+    Raises UserError for a job without changes of plan.
+    """
+    if not load_job(path, overrides).changes:
+        raise UserError(f"{path}: changes: is empty, so there is nothing to compare")
     with open(os.devnull, "w") as nowhere:
         silent = Console(file=nowhere)
 
@@ -117,7 +123,7 @@ def _sample_under_all_plans(job: Job, trained: Path) -> list[list[Response]]:
     devices = range(max([job.cluster.devices, *(c.devices or 0 for c in job.changes)]))
     found = []
     for plan in plans:
-        cluster = LocalCluster(PROGRAM, (prepared.architectures,), preload=PRELOAD, device_type="cpu")
+        cluster = LocalCluster(PROGRAM, (prepared.architectures,), preload=PRELOAD, device_type=device_type_of(job))
         try:
             cluster.start(devices)
             fleet = Fleet(cluster, prepared.specs)
@@ -130,7 +136,8 @@ def _sample_under_all_plans(job: Job, trained: Path) -> list[list[Response]]:
 
 def _sample(fleet: Fleet, job: Job, prepared: Prepared) -> list[Response]:
     prompts = [prepared.task.prompt(i) for i in range(SAMPLED_STEPS * job.batch.prompts)]
-    requests = [Request(prompt=p.token_ids, position=p.position, sample=0) for p in prompts]
+    samples = range(job.batch.samples_per_prompt)
+    requests = [Request(prompt=p.token_ids, position=p.position, sample=s) for p in prompts for s in samples]
     return UnitGenerator(job, prepared.task, fleet)(0, requests)
 
 

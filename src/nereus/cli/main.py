@@ -12,13 +12,16 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 from rich.console import Console
 
 from nereus.cli.failure import RunFailed
 from nereus.core.errors import UserError
+
+if TYPE_CHECKING:
+    from nereus.cli.plan import Question
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing is downloaded while a job runs
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
@@ -71,22 +74,24 @@ class Plan:
     """Job file, or a folder with a job.yaml in it; without one, the flags below describe the job."""
     set: Annotated[tuple[str, ...], tyro.conf.arg(metavar="FIELD=VALUE"), tyro.conf.UseAppendAction] = ()
     """Override a field of the job file; may be given again."""
-    model: str = "Llama-3.1-8B"
-    """Name of a usual model, or a folder with a config.json; every model of the job has its shape."""
-    gpus: int = 64
-    """GPUs of the pool."""
+    model: str | None = None
+    """Name of a usual model (Llama-3.1-8B), or a folder with a config.json; every model of the job has its shape."""
+    gpus: int | None = None
+    """GPUs of the pool (64)."""
     device: str = "A100-80GB"
     """Kind of GPU (A100-40GB, A100-80GB, H100-SXM, H200, B200, ...)."""
     length: float | None = None
     """Mean response length, tokens (2048; of a job file: a third of its max_new_tokens)."""
     prompt: float = 512
     """Mean prompt length, tokens."""
-    prompts: int = 1024
-    """Prompts a step."""
-    samples: int = 1
-    """Responses to each prompt."""
-    algorithm: Literal["ppo", "grpo", "remax"] = "ppo"
-    """What is trained."""
+    prompts: int | None = None
+    """Prompts a step (1024)."""
+    samples: int | None = None
+    """Responses to each prompt (1)."""
+    algorithm: Literal["ppo", "grpo", "remax"] | None = None
+    """What is trained (ppo)."""
+    calibration: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    """JSON of `nereus.cost.Calibration`: efficiencies learned from measurements."""
     sweep: Annotated[tuple[str, ...], tyro.conf.arg(metavar="lengths=A..B gpus=C..D")] = ()
     """How the best plan shifts over lengths and pools, both doubling."""
     plot: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
@@ -97,33 +102,46 @@ class Plan:
     def main(self) -> int:
         from nereus.cli import plan
 
-        if self.job is not None:
-            question = plan.question_of_job(
-                self.job, self.set, device=self.device, prompt=self.prompt, length=self.length
-            )
-        else:
-            question = plan.question_of_flags(
-                model=self.model,
-                device=self.device,
-                gpus=self.gpus,
-                prompt=self.prompt,
-                length=self.length or 2048,
-                prompts=self.prompts,
-                samples=self.samples,
-                algorithm=self.algorithm,
-            )
+        question = self._question()
         console = Console(stderr=self.json)
         if self.sweep or self.plot is not None:
             rows = plan.sweep(question, *plan.sweep_axes(self.sweep, question))
             console.print(plan.sweep_view(rows))
             if self.plot is not None:
-                plan.plot(rows, self.plot, f"{self.model} {question.algorithm} on {self.device}, predicted")
+                plan.plot(rows, self.plot, f"{question.name} {question.algorithm} on {self.device}, predicted")
             found: dict[str, Any] = {"sweep": rows}
         else:
             found = plan.show(console, question)
         if self.json:
             _print_json(found)
         return 0
+
+    def _question(self) -> Question:
+        from nereus.cli import plan
+
+        calibration = plan.read_calibration(self.calibration)
+        described = {"model": self.model, "prompts": self.prompts, "samples": self.samples, "algorithm": self.algorithm}
+        if self.job is not None:
+            given = [f"--{name}" for name, value in described.items() if value is not None]
+            if given:
+                raise UserError(f"{given[0]} describes a job without a file; with one, use --set to override a field")
+            overrides = self.set if self.gpus is None else (*self.set, f"cluster.devices={self.gpus}")
+            return plan.question_of_job(
+                self.job, overrides, device=self.device, prompt=self.prompt, length=self.length, calibration=calibration
+            )
+        if self.set:
+            raise UserError(f"--set {self.set[0]!r} overrides a field of a job file, and none is given")
+        return plan.question_of_flags(
+            model=self.model or "Llama-3.1-8B",
+            device=self.device,
+            gpus=self.gpus or 64,
+            prompt=self.prompt,
+            length=self.length or 2048,
+            prompts=self.prompts or 1024,
+            samples=self.samples or 1,
+            algorithm=self.algorithm or "ppo",
+            calibration=calibration,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -34,6 +34,7 @@ from nereus.planner.problem import GpuPool
 class Question:
     """What to plan for. response_length: mean; its 95th percentile and longest are the workload's."""
 
+    name: str
     shapes: Mapping[Any, ModelShape]
     device: str
     gpus: int
@@ -62,7 +63,16 @@ class Question:
 
 
 def question_of_flags(
-    *, model: str, device: str, gpus: int, prompt: float, length: float, prompts: int, samples: int, algorithm: str
+    *,
+    model: str,
+    device: str,
+    gpus: int,
+    prompt: float,
+    length: float,
+    prompts: int,
+    samples: int,
+    algorithm: str,
+    calibration: Calibration | None = None,
 ) -> Question:
     """A question without a job file: every model of one shape, a reward model beside it."""
     shape = shape_of(model)
@@ -80,11 +90,26 @@ def question_of_flags(
         "reward": shape.with_scalar_head(),
         "critic": shape.with_scalar_head(),
     }
-    return Question(shapes=shapes, device=device, gpus=gpus, workload=workload, algorithm=algorithm, reward_model=True)
+    return Question(
+        name=shape.name,
+        calibration=calibration,
+        shapes=shapes,
+        device=device,
+        gpus=gpus,
+        workload=workload,
+        algorithm=algorithm,
+        reward_model=True,
+    )
 
 
 def question_of_job(
-    path: Path, overrides: tuple[str, ...], *, device: str, prompt: float, length: float | None
+    path: Path,
+    overrides: tuple[str, ...],
+    *,
+    device: str,
+    prompt: float,
+    length: float | None,
+    calibration: Calibration | None = None,
 ) -> Question:
     """A question about a job file: its models, batch and devices. length None: a third of max_new_tokens."""
     job = load_job(path, overrides)
@@ -100,6 +125,8 @@ def question_of_job(
         mini_batches=job.batch.mini_batches,
     )
     return Question(
+        name=job.name,
+        calibration=calibration,
         shapes=_shapes_of_job(job),
         device=device,
         gpus=job.cluster.devices,
@@ -107,6 +134,16 @@ def question_of_job(
         algorithm=job.algorithm.name,
         reward_model=job.reward is not None,
     )
+
+
+def read_calibration(path: Path | None) -> Calibration | None:
+    """A calibration from its JSON file. Raises UserError."""
+    if path is None:
+        return None
+    try:
+        return Calibration.from_json(path.read_text())
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"--calibration {path} cannot be read: {error!r}") from error
 
 
 def _shapes_of_job(job: Job) -> dict[str, ModelShape]:

@@ -20,7 +20,7 @@ from typing import Any
 
 from rich.console import Console
 
-from nereus.cli.config import dump_job
+from nereus.cli.config import dump_job, load_job
 from nereus.cli.failure import RunFailed
 from nereus.cli.start import Start, fresh, resumed
 from nereus.core.errors import PlanError, StateError, UserError
@@ -70,14 +70,16 @@ def run_job(request: RunRequest, console: Console) -> dict[str, Any]:
         from nereus.rl.setup import prepare
         from nereus.runtime.cluster import WorkerDied, WorkerFailed
 
-        device_type = _device_type(start.job)
+        device_type = device_type_of(start.job)
         with console.status(f"checking {start.job.name}: models, task, plans"):  # on a terminal only
             prepared = prepare(start.job, cache_folder())
             _check(request, start, changes, prepared, _memory_bytes(start.job, device_type))
         if folder is None:
             folder = stack.enter_context(_new_folder(start.job))
         else:
-            write_atomically(folder.job_path, dump_job(start.job))
+            # --static is for this session: the run's own changes stay in its job file.
+            job = load_job(folder.job_path, request.overrides) if request.static else start.job
+            write_atomically(folder.job_path, dump_job(job))
         try:
             return _run(request, start, changes, prepared, folder, device_type, console)
         except (KeyboardInterrupt, OSError, StateError, WorkerDied, WorkerFailed) as error:
@@ -164,12 +166,12 @@ def _run(
                 "is not the state that was written; delete its folder to go on from the one before"
             )
 
-        saved = start.first_step
+        saved = start.first_step or None
 
         def save(step: int) -> None:
             nonlocal saved
             if step == saved:
-                return
+                return  # it is there already
             saved_from = time.monotonic()
             path, num_bytes = save_checkpoint(
                 fleet,
@@ -306,7 +308,8 @@ def cache_folder() -> Path:
     return Path(os.environ.get("NEREUS_CACHE") or default)
 
 
-def _device_type(job: Job) -> str:
+def device_type_of(job: Job) -> str:
+    """ "cuda" where the job wants it and the machine has as many, else "cpu". Raises UserError."""
     import torch
 
     found = torch.cuda.device_count() if torch.cuda.is_available() else 0

@@ -12,7 +12,15 @@ from typing import Any
 
 from nereus.cli.config import load_job, override_paths
 from nereus.core.errors import PlanError, UserError
-from nereus.core.job import Job, PlannedChange, PlanSection, initial_plan, planned_changes, resolve_plan
+from nereus.core.job import (
+    Job,
+    PlacementSection,
+    PlannedChange,
+    PlanSection,
+    initial_plan,
+    planned_changes,
+    resolve_plan,
+)
 from nereus.core.plan import Plan
 from nereus.telemetry.folder import JOB
 
@@ -87,20 +95,42 @@ def _check_same_samples(before: Job, now: Job) -> None:
 def _plan_to_resume(
     job: Job, overrides: Sequence[str], plan: Plan, devices: tuple[int, ...]
 ) -> tuple[Plan, tuple[int, ...]]:
-    """What the overrides ask for works as a change before `step` does: what they do not name stays as it was."""
+    """What the overrides ask for works as a change of plan does: what they do not name stays as it was."""
     asked = override_paths(overrides)
-    names = {path[1] for path in asked if path[0] == "plan" and len(path) > 1}
     pool_asked = any(path[:2] == ("cluster", "devices") for path in asked)
     pool = tuple(range(job.cluster.devices)) if pool_asked else devices
     section: PlanSection = {}
     if ("plan",) in asked:
         section = job.plan
-    elif names and job.plan != "auto":
-        section = {name: job.plan[name] for name in names}
+    elif job.plan != "auto" and any(path[0] == "plan" for path in asked):
+        section = _parts_of_plan(job, [path[1:] for path in asked if path[0] == "plan"], plan)
     elif pool_asked:
         section = "auto"
     with _naming_the_field():
         return resolve_plan(job, section, pool, plan), pool
+
+
+def _parts_of_plan(job: Job, asked: Sequence[tuple[str, ...]], plan: Plan) -> dict[str, PlacementSection]:
+    """Placements for overrides of `plan.NAME`, whole, or `plan.NAME.FIELD`, whose other fields stay those of `plan`."""
+    assert job.plan != "auto"
+    section: dict[str, PlacementSection] = {}
+    for name, *fields in sorted(asked, key=lambda path: path[0] != "all"):
+        given = job.plan[name]
+        if not fields:
+            section[name] = given
+            continue
+        for placement in plan.placements:
+            key = str(placement.model_stage)
+            if name in ("all", key):
+                now = section.get(key) or PlacementSection(
+                    tp=placement.layout.tp,
+                    pp=placement.layout.pp,
+                    dp=placement.dp,
+                    micro_batch=placement.micro_batch,
+                    recompute=placement.recompute,
+                )
+                section[key] = dataclasses.replace(now, **{fields[0]: getattr(given, fields[0])})
+    return section
 
 
 @contextmanager

@@ -190,10 +190,6 @@ class ModelShape:
         layer = self.layer_matmul_flops(tokens) + self.attention_flops(tokens, keys)
         return self.num_layers * layer + self.head_flops(tokens)
 
-    def kv_elements_per_token(self) -> int:
-        """Elements of the key-value cache, all layers."""
-        return 2 * self.num_layers * self.kv_width
-
 
 _DECODERS: dict[str, dict[str, Any]] = {
     "llama": {},

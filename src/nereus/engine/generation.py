@@ -15,12 +15,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
 from nereus.core.randomness import uniforms
-from nereus.engine.unit import Unit
+from nereus.engine.unit import Sends, Unit
+from nereus.runtime.communicator import Pending
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,7 +172,7 @@ def generate(unit: Unit, requests: Sequence[Request], sampling: Sampling) -> lis
 
 
 def _run(unit: Unit, batches: list[_SubBatch]) -> None:
-    sends: list[tuple[torch.Tensor, Any]] = []
+    sends = Sends()
     own: dict[int, torch.Tensor] = {}
     going = list(batches)
     while going:
@@ -185,11 +185,11 @@ def _run(unit: Unit, batches: list[_SubBatch]) -> None:
             hidden = _forward(unit, batch)
             if unit.module.is_last:
                 own[id(batch)] = tokens = batch.sample(hidden)
-                sends += _tell(unit, tokens)
+                for send in _tell(unit, tokens):
+                    sends.add(send)
             else:
-                sends.append(unit.send(unit.groups.down, hidden, +1))
-    for _, pending in sends:
-        pending.wait()
+                sends.add(unit.send(unit.groups.down, hidden, +1))
+    sends.wait()
 
 
 def _forward(unit: Unit, batch: _SubBatch) -> torch.Tensor:
@@ -200,7 +200,7 @@ def _forward(unit: Unit, batch: _SubBatch) -> torch.Tensor:
     return unit.module.run_layers(hidden, attention_mask=batch.mask, position_ids=batch.place_ids(), cache=batch.cache)
 
 
-def _tell(unit: Unit, tokens: torch.Tensor) -> list[tuple[torch.Tensor, Any]]:
+def _tell(unit: Unit, tokens: torch.Tensor) -> list[tuple[torch.Tensor, Pending]]:
     up = unit.groups.up
     return [(tokens, up.isend(tokens.contiguous(), rank)) for rank in up.ranks if rank != up.rank]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
@@ -16,7 +16,7 @@ from nereus.core.plan import Placement
 from nereus.engine.architecture import Architecture, shares_gradient
 from nereus.engine.batch import MicroBatch, Sequences, micro_batches, scatter_rows
 from nereus.engine.module import UnitModule
-from nereus.runtime.communicator import Communicator
+from nereus.runtime.communicator import Communicator, Pending
 from nereus.runtime.groups import GroupTable
 from nereus.runtime.state import LocalState
 
@@ -51,6 +51,23 @@ class UnitGroups:
             unit=table.get("unit", placement.unit_gpus(at.unit)),
             dp=table.get("dp", [placement.gpu(u, at.pp_stage, at.tp_rank) for u in range(placement.dp)]),
         )
+
+
+class Sends:
+    """Sends under way, each beside its buffer, which must live until the send has completed and no longer."""
+
+    def __init__(self) -> None:
+        self._going: list[tuple[torch.Tensor, Pending]] = []
+
+    def add(self, send: tuple[torch.Tensor, Pending]) -> None:
+        self._going = [(buffer, pending) for buffer, pending in self._going if not pending.done]
+        self._going.append(send)
+
+    def wait(self) -> None:
+        """Wait for all. Raises Aborted or PeerTimeout."""
+        for _, pending in self._going:
+            pending.wait()
+        self._going = []
 
 
 class Unit:
@@ -91,15 +108,14 @@ class Unit:
     def forward(self, sequences: Sequences, head: Head) -> torch.Tensor | None:
         """Run all sequences through the unit; on the answering rank `head`'s results, [n, w]."""
         parts: list[tuple[torch.Tensor, torch.Tensor]] = []
-        sends = []
+        sends = Sends()
         for micro in micro_batches(sequences, self.placement.micro_batch, self.device):
             hidden = self.module.run_layers(self._input(micro))
             if self.module.is_last:
                 parts.append((micro.index, head(micro, hidden)))
             else:
-                sends.append(self.send(self.groups.down, hidden, +1))
-        for _, pending in sends:
-            pending.wait()
+                sends.add(self.send(self.groups.down, hidden, +1))
+        sends.wait()
         return scatter_rows(parts, len(sequences)) if self.answers else None
 
     def logprobs(self, temperature: float) -> Head:
@@ -141,7 +157,7 @@ class Unit:
         """
         micros = micro_batches(sequences, self.placement.micro_batch, self.device)
         live: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        sends, statistics = [], None
+        sends, statistics = Sends(), None
         for action, i in one_forward_one_backward(len(micros), self.placement.layout.pp, self.position.pp_stage):
             if action == "forward":
                 x = self._input(micros[i], with_gradient=True)
@@ -150,7 +166,7 @@ class Unit:
                     y, row = loss(micros[i], y)
                     statistics = row if statistics is None else statistics + row
                 else:
-                    sends.append(self.send(self.groups.down, y.detach(), +1))
+                    sends.add(self.send(self.groups.down, y.detach(), +1))
                 live[i] = (x, y)
             else:
                 x, y = live.pop(i)
@@ -158,9 +174,8 @@ class Unit:
                 torch.autograd.backward(y, gradient)
                 if not self.module.is_first:
                     assert x.grad is not None
-                    sends.append(self.send(self.groups.up, x.grad, -1))
-        for _, pending in sends:
-            pending.wait()
+                    sends.add(self.send(self.groups.up, x.grad, -1))
+        sends.wait()
         return statistics
 
     def shared_gradients(self) -> list[str]:
@@ -181,7 +196,7 @@ class Unit:
     def hidden_size(self) -> int:
         return int(self.architecture.config.hidden_size)
 
-    def send(self, group: Communicator, tensor: torch.Tensor, step: Literal[1, -1]) -> tuple[torch.Tensor, Any]:
+    def send(self, group: Communicator, tensor: torch.Tensor, step: Literal[1, -1]) -> tuple[torch.Tensor, Pending]:
         """The tensor is kept beside the send, which reads it until it has completed."""
         tensor = tensor.contiguous()
         return tensor, group.isend(tensor, group.ranks[group.index + step])

@@ -21,6 +21,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from nereus.core.errors import StateError
 from nereus.core.events import Event, StageStarted, StepFinished, TransitionFinished
 from nereus.core.graph import job_graph
 from nereus.core.job import Job, PlannedChange
@@ -83,6 +84,8 @@ class Trainer:
             if step in changes:
                 self._change(step, changes[step])
             self._weight_sync(step)
+            if step in changes:
+                self.fleet.check_generation_weights()
             metrics, sample = self._step(step)
             seconds = {**self._seconds, "step": self.clock() - started}
             self._seconds = {}
@@ -244,9 +247,10 @@ class Trainer:
         arguments = [(name, sequences.rows(r), targets.rows(r)) for r in rows]
         results = start(self.fleet, "gradients", name, arguments).results()
         norm = next(iter(results.values()))[1]
-        assert all(other == norm or math.isnan(norm) for _, other in results.values()), (
-            f"{name}: norms differ: {results}"
-        )
+        if any(other != norm and not math.isnan(norm) for _, other in results.values()):
+            raise StateError(
+                f"{name}: replicas have different gradients, norms {sorted({n for _, n in results.values()})}"
+            )
         placement = self.fleet.plan[name]
         settings = self._optimizer(name)
         step = "update" if math.isfinite(norm) else "discard"
@@ -302,6 +306,10 @@ class Trainer:
                 digest_after=digest_after,
             )
         )
+        if digest_before != digest_after:
+            raise StateError(
+                f"step {step}: the change of plan changed the state: {digest_before} before, {digest_after} after"
+            )
 
     def _weight_sync(self, step: int) -> None:
         with self._stage(step, "weight_sync"):

@@ -87,6 +87,11 @@ class Pending:
         self._work = None  # it holds the buffer
         self._done.set()
 
+    @property
+    def done(self) -> bool:
+        """Whether the buffer is free, without waiting."""
+        return bool(self._work.is_completed()) if self._owner.backend == "nccl" else self._done.is_set()
+
     def wait(self) -> None:
         """Raises Aborted or PeerTimeout; the buffer's content is then undefined."""
         if self._owner.backend == "nccl":

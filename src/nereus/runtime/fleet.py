@@ -6,12 +6,13 @@
     Fleet.digest(...)                  one comparison for "nothing was lost"
     Fleet.write(model_stage, folder)   layout-free checkpoint of one model-stage
 
-No unit is in use while these run (the caller drains first). A change is all or nothing: until every rank has received
-everything, the old units are whole.
+No unit is in use while these run (the caller drains first). Until every rank has received everything, the old state of every
+model-stage is whole; a failure before that leaves it so, and forgets what was allocated.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ from nereus.core.events import Moved
 from nereus.core.plan import ACTOR_GENERATION, ACTOR_TRAINING, ModelStage, Plan
 from nereus.core.sharding import Holdings, MovePlan, StateSpec, plan_moves
 from nereus.runtime.checkpoint import INDEX, shards
-from nereus.runtime.cluster import Call, Cluster
+from nereus.runtime.cluster import Call, Cluster, WorkerDied, WorkerFailed
 from nereus.runtime.files import write_atomically
 from nereus.runtime.groups import GroupDirectory
 
@@ -76,12 +77,11 @@ class Fleet:
             self.cluster.start(added)
         pool = self.pool
         self._connect(plan, pool)
-        moved: dict[ModelStage, Moved] = {}
-        for placement in plan.placements:
-            name = placement.model_stage
-            self._call("allocate", placement.gpus, name, placement).results()
-            if name != ACTOR_GENERATION:
-                moved[name] = self._move(name, plan, pool)
+        try:
+            moved = self._fill(plan, pool)
+        except Exception:
+            self._forget_incoming()
+            raise
         for placement in plan.placements:
             name = placement.model_stage
             ranks = sorted(set(placement.gpus) | set(old[name].gpus))
@@ -94,6 +94,20 @@ class Fleet:
             self.cluster.stop(leaving)
             self._connect(plan, self.pool)
         return moved
+
+    def _fill(self, plan: Plan, pool: Sequence[int]) -> dict[ModelStage, Moved]:
+        """Allocate everything of a plan and move into it what is not made by weight_sync."""
+        moved: dict[ModelStage, Moved] = {}
+        for placement in plan.placements:
+            name = placement.model_stage
+            self._call("allocate", placement.gpus, name, placement).results()
+            if name != ACTOR_GENERATION:
+                moved[name] = self._move(name, plan, pool)
+        return moved
+
+    def _forget_incoming(self) -> None:
+        with contextlib.suppress(WorkerDied, WorkerFailed):  # the failure that brought us here is what is reported
+            self._call("discard_incoming", self.pool).results()
 
     def _move(self, name: ModelStage, plan: Plan, pool: Sequence[int]) -> Moved:
         spec = self.specs[name]

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 
@@ -98,9 +98,6 @@ class UnitStore(Generic[U]):
         for index, value in values.items():
             self._states[model_stage].tensors[tensor][index] = value
 
-    def counters(self, model_stage: ModelStage, tensor: str) -> list[int]:
-        return [int(v) for v in self._states[model_stage].tensors[tensor]]
-
     def write_gathered(
         self,
         model_stage: ModelStage,
@@ -126,7 +123,3 @@ class UnitStore(Generic[U]):
                 communicator=self.groups.get("pool", tuple(sorted(pool))),
                 device=self.context.device,
             )
-
-    def held(self) -> dict[str, Any]:
-        """What is here: bytes by model-stage."""
-        return {str(model_stage): state.num_bytes for model_stage, state in self._states.items()}

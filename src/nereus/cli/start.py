@@ -103,17 +103,23 @@ def _plan_to_resume(
     if ("plan",) in asked:
         section = job.plan
     elif job.plan != "auto" and any(path[0] == "plan" for path in asked):
-        section = _parts_of_plan(job, [path[1:] for path in asked if path[0] == "plan"], plan)
+        section = _parts_of_plan(job, [path[1:] for path in asked if path[0] == "plan"], plan, pool)
     elif pool_asked:
         section = "auto"
     with _naming_the_field():
         return resolve_plan(job, section, pool, plan), pool
 
 
-def _parts_of_plan(job: Job, asked: Sequence[tuple[str, ...]], plan: Plan) -> dict[str, PlacementSection]:
-    """Placements for overrides of `plan.NAME`, whole, or `plan.NAME.FIELD`, whose other fields stay those of `plan`."""
+def _parts_of_plan(
+    job: Job, asked: Sequence[tuple[str, ...]], plan: Plan, pool: Sequence[int]
+) -> dict[str, PlacementSection]:
+    """Placements for overrides of `plan.NAME`, whole, or `plan.NAME.FIELD`, whose other fields stay those of `plan`.
+
+    Devices stay too where as many are needed and they are in the pool.
+    """
     assert job.plan != "auto"
     section: dict[str, PlacementSection] = {}
+    partial: set[str] = set()
     for name, *fields in sorted(asked, key=lambda path: path[0] != "all"):
         given = job.plan[name]
         if not fields:
@@ -130,6 +136,14 @@ def _parts_of_plan(job: Job, asked: Sequence[tuple[str, ...]], plan: Plan) -> di
                     recompute=placement.recompute,
                 )
                 section[key] = dataclasses.replace(now, **{fields[0]: getattr(given, fields[0])})
+                partial.add(key)
+    for placement in plan.placements:
+        key = str(placement.model_stage)
+        found = section.get(key)
+        if found is None or key not in partial or found.gpus is not None or not set(placement.gpus) <= set(pool):
+            continue
+        if found.tp * found.pp * found.dp == len(placement.gpus):
+            section[key] = dataclasses.replace(found, gpus=placement.gpus)
     return section
 
 

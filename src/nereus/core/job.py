@@ -26,7 +26,7 @@ class ModelSection:
         str,
         MinLen(1),
         Doc(
-            "Folder with config.json and safetensors, a .gguf file, or package:NAME/FILE.gguf of an installed package."
+            "Folder (config.json, safetensors) or .gguf file, from the job file on; or package:NAME/FILE.gguf, of a package."
         ),
     ]
     __pydantic_config__ = FORBID_UNKNOWN
@@ -167,17 +167,17 @@ class Job:
     reward: Annotated[ModelSection | None, Doc("A reward model; null: the task's own reward is what is trained.")] = (
         None
     )
-    task: TaskSection
-    algorithm: AlgorithmSection
-    batch: BatchSection
-    sampling: SamplingSection
-    optimizer: OptimizerSection
-    cluster: ClusterSection
+    task: Annotated[TaskSection, Doc("Prompts, and the reward of an answer.")]
+    algorithm: Annotated[AlgorithmSection, Doc("What is optimised.")]
+    batch: Annotated[BatchSection, Doc("How many prompts and responses, and how often each is trained on.")]
+    sampling: Annotated[SamplingSection, Doc("How responses are drawn.")]
+    optimizer: Annotated[OptimizerSection, Doc("AdamW.")]
+    cluster: Annotated[ClusterSection, Doc("The devices.")]
     plan: Annotated[
         PlanSection, Doc("auto, or MODEL/STAGE: placement; the name `all` stands for those that are not named.")
     ] = "auto"
     changes: Annotated[Sequence[ChangeSection], Doc("Changes of plan and pool at given steps.")] = ()
-    run: RunSection = field(default_factory=RunSection)
+    run: Annotated[RunSection, Doc("What a run leaves behind.")] = field(default_factory=RunSection)
     __pydantic_config__ = FORBID_UNKNOWN
 
     def __post_init__(self) -> None:

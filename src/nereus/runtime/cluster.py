@@ -13,6 +13,7 @@ from __future__ import annotations
 import itertools
 import multiprocessing
 import multiprocessing.forkserver
+import multiprocessing.resource_tracker
 import os
 import queue
 import signal
@@ -421,6 +422,7 @@ class LocalCluster:
 
 def _start_fork_server() -> None:
     """Start it, if there is none, with SIGINT blocked, which workers inherit: Ctrl-C is for the controller alone."""
+    multiprocessing.resource_tracker.ensure_running()  # started later, it would unblock SIGINT again
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         multiprocessing.forkserver.ensure_running()

@@ -162,7 +162,8 @@ class _Device:
 
 def worker_main(device_id: int, settings: WorkerSettings, commands: Connection, control: Connection) -> None:
     """The life of a worker process; returns when told to stop."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the controller, which lets the step end
+    for number in (signal.SIGINT, signal.SIGTERM):  # to the whole group: for the controller, which lets the step end
+        signal.signal(number, signal.SIG_IGN)
     torch.set_num_threads(1)
     flag = AbortFlag()
     epochs = _Epochs(flag)

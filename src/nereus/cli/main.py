@@ -134,11 +134,11 @@ class Plan:
         return plan.question_of_flags(
             model=self.model or "Llama-3.1-8B",
             device=self.device,
-            gpus=self.gpus or 64,
+            gpus=64 if self.gpus is None else self.gpus,
             prompt=self.prompt,
-            length=self.length or 2048,
-            prompts=self.prompts or 1024,
-            samples=self.samples or 1,
+            length=2048 if self.length is None else self.length,
+            prompts=1024 if self.prompts is None else self.prompts,
+            samples=1 if self.samples is None else self.samples,
             algorithm=self.algorithm or "ppo",
             calibration=calibration,
         )

@@ -113,7 +113,7 @@ def question_of_job(
 ) -> Question:
     """A question about a job file: its models, batch and devices. length None: a third of max_new_tokens."""
     job = load_job(path, overrides)
-    mean = length or job.sampling.max_new_tokens / 3
+    mean = job.sampling.max_new_tokens / 3 if length is None else length
     workload = Workload(
         prompts=job.batch.prompts,
         samples_per_prompt=job.batch.samples_per_prompt,
@@ -271,6 +271,7 @@ def plot(rows: list[dict[str, Any]], path: Path, title: str) -> None:
         title=title,
     )
     axes.set_xticks(sorted({row["length"] for row in rows}), [str(x) for x in sorted({row["length"] for row in rows})])
+    axes.minorticks_off()
     axes.legend()
     figure.savefig(path, dpi=110, bbox_inches="tight")
     pyplot.close(figure)

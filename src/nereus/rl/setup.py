@@ -180,7 +180,9 @@ def resolve_model(path: str, cache: Path) -> Path:
 def _package_file(path: str) -> Path:
     """A file inside an installed package, which is not imported: its weights are wanted, not what it needs to run."""
     package, _, name = path.removeprefix("package:").partition("/")
-    found = importlib.util.find_spec(package) if package.isidentifier() else None
+    if not package.isidentifier() or not name:
+        raise UserError(f"{path!r} must be package:NAME/FILE.gguf")
+    found = importlib.util.find_spec(package)
     if found is None or not found.submodule_search_locations:
         raise UserError(
             f"{path}: the package {package} is not installed: pip install --no-deps {package.replace('_', '-')}"

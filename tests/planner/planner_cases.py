@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -100,7 +100,6 @@ def allowed_sets(pool: GpuPool, gpus: int, tp: int) -> list[range]:
 class Tried:
     latency_s: float
     objective_s: float
-    layouts: tuple
     rows: Mapping[ModelStage, int]
 
 
@@ -170,18 +169,18 @@ def _run(problem: Problem, chosen: dict) -> Tried:
     latency = max(end.values())
     if problem.asynchronous:
         latency = max(latency, seconds["generation"]) + seconds["weight_sync"]
-    layouts = tuple(
-        (int(t.tp[row]), int(t.pp[row]), int(t.dp[row]))
-        for m, (row, _) in chosen.items()
-        if m.stage == "training"
-        for t in [problem.tables[m]]
-    )
-    return Tried(latency, latency + TIE * sum(seconds.values()), layouts, {m: row for m, (row, _) in chosen.items()})
+    return Tried(latency, latency + TIE * sum(seconds.values()), {m: row for m, (row, _) in chosen.items()})
 
 
-def best_by_layout(problem: Problem) -> list[float]:
-    """The least objective of each combination of training layouts, ascending."""
+def best_by_layout(problem: Problem, distinct_in: Collection[ModelStage] | None = None) -> list[float]:
+    """The least objective of each combination of layouts of some model-stages (None: the training ones), ascending."""
     best: dict[tuple, float] = {}
     for tried in try_everything(problem):
-        best[tried.layouts] = min(best.get(tried.layouts, float("inf")), tried.objective_s)
+        key = tuple(
+            tuple(int(column[row]) for column in (t.tp, t.pp, t.dp))
+            for m, row in tried.rows.items()
+            if (m.stage == "training" if distinct_in is None else m in distinct_in)
+            for t in [problem.tables[m]]
+        )
+        best[key] = min(best.get(key, float("inf")), tried.objective_s)
     return sorted(best.values())

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Collection
 from dataclasses import replace
 
 import numpy as np
 import pytest
 from planner_cases import allowed_sets, best_by_layout, number_of_tries, random_problem
 
+from nereus.core.errors import PlanError
+from nereus.core.plan import ACTOR_TRAINING, CRITIC_TRAINING, ModelStage
 from nereus.planner.choice import choose
 from nereus.planner.frontier import costs, fitting, skyband
 from nereus.planner.infeasible import Infeasible
@@ -36,6 +39,25 @@ def test_planner_equals_trying_everything(seed: int) -> None:
         assert found == pytest.approx(expected, rel=1e-9), problem
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_plans_differ_where_they_must(seed: int) -> None:
+    rng, fewer = random.Random(100 + seed), 0
+    for problem in small_problems(100 + seed, 20):
+        for wanted in ((), (ACTOR_TRAINING,), tuple(rng.sample(problem.model_stages, 2))):
+            expected = best_by_layout(problem, wanted)
+            found = solve(problem, K, wanted)
+            assert [f.objective_s for f in found] == pytest.approx(expected[:K], rel=1e-9), (problem, wanted)
+            assert len({layouts(problem, f, wanted) for f in found}) == len(found)
+            fewer += len(expected) < len(best_by_layout(problem))
+    assert fewer > 10
+
+
+def test_plans_cannot_differ_in_what_the_graph_has_not() -> None:
+    problem = next(p for p in small_problems(7, 20) if CRITIC_TRAINING not in p.model_stages)
+    with pytest.raises(PlanError, match="critic/training"):
+        choose(problem.tables, problem.pool, problem.graph, capacity_bytes=9.0, distinct_in=(CRITIC_TRAINING,))
+
+
 def test_random_problems_cover_what_matters() -> None:
     """The cases above have few and many GPUs, memory that binds and that does not, and some without a solution."""
     problems = [p for seed in range(20) for p in small_problems(seed, 20)]
@@ -51,8 +73,11 @@ def test_random_problems_cover_what_matters() -> None:
     assert {p.asynchronous for p in problems} == {True, False}
 
 
-def layouts(problem: Problem, found: Found) -> tuple[tuple[int, int, int], ...]:
-    rows = [(problem.tables[m], c.row) for m, c in found.selection.items() if m.stage == "training"]
+def layouts(
+    problem: Problem, found: Found, of: Collection[ModelStage] | None = None
+) -> tuple[tuple[int, int, int], ...]:
+    chosen = [m for m in problem.model_stages if (m.stage == "training" if of is None else m in of)]
+    rows = [(problem.tables[m], found.selection[m].row) for m in chosen]
     return tuple((int(t.tp[r]), int(t.pp[r]), int(t.dp[r])) for t, r in rows)
 
 

@@ -196,6 +196,7 @@ class _Program:
             problem=problem,
             frontiers={m: sample(fitting(problem, m), problem.usable_bytes) for m in problem.model_stages},
             k=1,
+            distinct_in=(),
         )
         first.dive()
         program = cls(

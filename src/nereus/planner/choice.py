@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any
 
 from numpy.typing import NDArray
 
+from nereus.core.errors import PlanError
 from nereus.core.graph import StepTask
 from nereus.core.plan import ModelStage, Plan
 from nereus.cost.model import CandidateTable
@@ -81,7 +82,7 @@ class PlannedPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanChoice:
-    """The best plan and the next ones, which differ from it and from each other in a training layout."""
+    """The best plan and the next ones, which differ from it and from each other in a layout that was to differ."""
 
     problem: Problem
     plans: tuple[PlannedPlan, ...]
@@ -148,15 +149,22 @@ def choose(
     asynchronous: bool = False,
     current: Plan | None = None,
     k: int = 5,
+    distinct_in: Collection[ModelStage] | None = None,
     tables_for: TablesFor | None = None,
 ) -> PlanChoice:
-    """The plan of the least predicted step latency, and up to k - 1 runners-up with other training layouts.
+    """The plan of the least predicted step latency, and up to k - 1 runners-up with other layouts.
 
     tables: the candidates of every model-stage of the graph; those larger than the pool are passed over.
     capacity_bytes: memory of one GPU. current: what the placement keeps as much of as it can.
+    distinct_in: model-stages; any two of the plans differ in the layout of one of these. None: those that train. With
+    actor/training alone, plans that differ in a critic off the critical path count as one, of which the best is listed.
     tables_for: gives tables up to a number of GPUs, to find the least pool that would do when this one does not.
-    Raises Infeasible (a PlanError) if nothing fits, with which model-stage does not and what is missing.
+    Raises Infeasible (a PlanError) if nothing fits, with which model-stage does not and what is missing; PlanError for a
+    model-stage in `distinct_in` that the graph does not have.
     """
+    unknown = [m for m in distinct_in or () if m not in tables]
+    if unknown:
+        raise PlanError(f"plans cannot differ in {', '.join(map(str, unknown))}: the tables have no such model-stage")
     problem = Problem(
         tables=tables,
         pool=pool,
@@ -165,7 +173,7 @@ def choose(
         headroom=headroom,
         asynchronous=asynchronous,
     )
-    found = solve(problem, k)
+    found = solve(problem, k, distinct_in)
     if not found:
         raise shortfall(problem, tables_for)
     plans = tuple(

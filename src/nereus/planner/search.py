@@ -18,7 +18,7 @@ rows and relations at once. That concrete starts exist, aligned and in reach, is
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -93,7 +93,7 @@ class Labels:
 
     cliques: [kinds of slots + 4, n, 2**depth], see above. sums: [4, n] figures GENERATION to TRAINING_SHARE, added up.
     rows, disjoint: [n, depth] row of each level, and from which earlier levels it is disjoint (bits). key: [n] the
-    training layouts so far, as one number.
+    layouts so far of the keyed levels, as one number.
     """
 
     cliques: Floats
@@ -145,11 +145,12 @@ class Level:
 
 @dataclass(slots=True)
 class Search:
-    """The k best plans of a problem, over given frontiers. Use `best`."""
+    """The k best plans of a problem that differ in the layouts of `distinct_in`, over given frontiers. Use `best`."""
 
     problem: Problem
     frontiers: Mapping[ModelStage, Frontier]
     k: int
+    distinct_in: Collection[ModelStage]
     levels: list[Level] = field(init=False, default_factory=list)
     found: dict[int, Found] = field(default_factory=dict)
     starts: dict[Any, tuple[int, ...] | None] = field(init=False, default_factory=dict)
@@ -202,7 +203,7 @@ class Search:
             after=after if depth == generation else 0,
             infers="inference" in stages,
             trains="training" in stages or ("weight_sync" in stages and not alone),
-            keyed=m.stage == "training",
+            keyed=m in self.distinct_in,
             needs=needs,
             least_needs=needs.min(axis=1, initial=np.inf),
             least=f.figures[GENERATION : TRAINING_SHARE + 1].min(axis=1, initial=np.inf),
@@ -265,7 +266,7 @@ class Search:
         return Children(parent=parent[good], overlap=related[good], row=row[good], bound=bound[good])
 
     def _cutoffs(self, labels: Labels) -> Floats:
-        """[n]: what a plan below a label must undercut: the k-th best, and the best with the same training layouts."""
+        """[n]: what a plan below a label must undercut: the k-th best, and the best of the same key."""
         cutoff = np.full(len(labels.key), self.cutoff)
         if self.found and self._keyed(labels):
             for i, key in enumerate(labels.key.tolist()):
@@ -274,7 +275,7 @@ class Search:
         return cutoff
 
     def _keyed(self, labels: Labels) -> bool:
-        """Whether the training layouts of these labels are settled."""
+        """Whether the layouts in which plans must differ are settled in these labels."""
         depth = labels.rows.shape[1]
         return not any(level.keyed for level in self.levels[depth:])
 
@@ -317,16 +318,17 @@ class Search:
         if level.trains:
             chain = figures[TRAINING] + cliques[AFTER, parent, overlap | level.after][:, None]
             np.maximum(new[AFTER], chain, out=new[AFTER])
-        key = labels.key[parent]
-        if level.keyed:
-            key = key * 1_000_003 + f.layouts[row]  # wraps around: a hash
         return Labels(
             cliques=grown,
             sums=labels.sums[:, parent] + figures[GENERATION : TRAINING_SHARE + 1, :, 0],
             rows=np.concatenate([labels.rows[parent], row[:, None]], axis=1),
             disjoint=np.concatenate([labels.disjoint[parent], ((1 << depth) - 1 ^ overlap)[:, None]], axis=1),
-            key=key,
+            key=self._keys(level, labels, parent, row),
         )
+
+    def _keys(self, level: Level, labels: Labels, parent: Ints, row: Ints) -> Ints:
+        key = labels.key[parent]
+        return key * 1_000_003 + level.frontier.layouts[row] if level.keyed else key  # wraps around: a hash
 
     def descend(self, depth: int, labels: Labels) -> None:
         """Search everything below some labels, the most promising block first."""
@@ -342,7 +344,7 @@ class Search:
             self.descend(depth + 1, self.grow(level, labels, children, slice(low, high)))
 
     def dive(self) -> None:
-        """Good plans quickly: only the most promising labels of each level, of several training layouts."""
+        """Good plans quickly: only the most promising labels of each level, of several keys."""
         labels = Labels.root(len(self.slots))
         for level in self.levels[:-1]:
             children = self.children(level, labels)
@@ -356,7 +358,7 @@ class Search:
         rows = np.concatenate([labels.rows[children.parent], children.row[:, None]], axis=1)
         full = (1 << len(self.levels) - 1) - 1
         disjoint = np.concatenate([labels.disjoint[children.parent], (full ^ children.overlap)[:, None]], axis=1)
-        key = labels.key[children.parent]
+        key = self._keys(self.levels[-1], labels, children.parent, children.row)
         alive = np.arange(len(rows))
         while len(alive):
             i = alive[0]
@@ -389,7 +391,7 @@ class Search:
         return {f.model_stage: Choice(int(f.rows[r]), start) for (f, r), start in zip(chosen, starts, strict=True)}
 
     def best(self) -> list[Found]:
-        """The k best selections with different training layouts, best first; fewer where there are fewer."""
+        """The k best selections of different keys, best first; fewer where there are fewer."""
         if all(len(level.frontier) for level in self.levels):
             self.descend(0, Labels.root(len(self.slots)))
         return sorted(self.found.values(), key=lambda f: f.objective_s)
@@ -405,29 +407,30 @@ def _rank(keys: Ints) -> Ints:
     return rank
 
 
-def solve(problem: Problem, k: int = 1) -> list[Found]:
-    """The k best selections with different training layouts, best first; fewer where there are fewer; none if none fits.
+def solve(problem: Problem, k: int = 1, distinct_in: Collection[ModelStage] | None = None) -> list[Found]:
+    """The k best selections, best first; fewer where there are fewer; none if none fits.
 
+    distinct_in: model-stages; of the selections with the same layouts there only the best counts. None: those that train.
     A dive over a sample of the candidates finds good plans; what cannot beat the k-th of them, or is dominated, goes;
     the search over what remains is exact.
     """
+    if distinct_in is None:
+        distinct_in = [m for m in problem.model_stages if m.stage == "training"]
     fits = {m: fitting(problem, m) for m in problem.model_stages}
     if not all(map(len, fits.values())):
         return []
-    samples = {
-        m: sample(f, problem.usable_bytes, SAMPLE if k > 1 and m.stage == "training" else 1) for m, f in fits.items()
-    }
-    first = Search(problem=problem, frontiers=samples, k=k)
+    samples = {m: sample(f, problem.usable_bytes, SAMPLE if k > 1 and m in distinct_in else 1) for m, f in fits.items()}
+    first = Search(problem=problem, frontiers=samples, k=k, distinct_in=distinct_in)
     first.dive()
     if not first.found and not feasible(problem, fits):
         return []
-    whole = Search(problem=problem, frontiers=fits, k=k, found=dict(first.found))
+    whole = Search(problem=problem, frontiers=fits, k=k, distinct_in=distinct_in, found=dict(first.found))
     frontiers = {}
     for m, f in whole.survivors().items():
-        different = k if m.stage == "training" else 1
+        different = k if m in distinct_in else 1
         few = len(f) <= WORTH_REDUCING
         frontiers[m] = f if few else f.take(skyband(costs(f, problem.pool.is_regular), f.layouts, different))
-    return Search(problem=problem, frontiers=frontiers, k=k, found=dict(first.found)).best()
+    return Search(problem=problem, frontiers=frontiers, k=k, distinct_in=distinct_in, found=dict(first.found)).best()
 
 
 def feasible(problem: Problem, fits: Mapping[ModelStage, Frontier]) -> bool:
@@ -438,7 +441,7 @@ def feasible(problem: Problem, fits: Mapping[ModelStage, Frontier]) -> bool:
         figures[[GENERATION, INFERENCE, TRAINING, SYNC, EXTRA, INFERENCE_SHARE, TRAINING_SHARE]] = 0.0
         free = replace(f, figures=figures)
         timeless[m] = free.take(skyband(costs(free, problem.pool.is_regular), np.zeros_like(f.layouts), 1))
-    return bool(Search(problem=problem, frontiers=timeless, k=1).best())
+    return bool(Search(problem=problem, frontiers=timeless, k=1, distinct_in=()).best())
 
 
 def pack(

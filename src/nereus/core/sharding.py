@@ -11,14 +11,15 @@ them, or is larger), whole heads, KV heads shared by several ranks, and fused te
     up_proj  Segment(size=1536,  blocks=1536, readers=1536) tp 4: rows 0-383 | ...
 
 `plan_moves` compares two sets of holdings. Each GPU receives exactly the regions it needs and does not hold, each
-element once, from the holder that has sent least so far; what it holds already is copied in place.
+element once, from the nearest holder that has sent least so far; what it holds already is copied in place.
 """
 
 from __future__ import annotations
 
 import itertools
+from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from math import prod
 from typing import Literal
@@ -274,46 +275,70 @@ class MovePlan:
         return sum(self.kept_bytes.values())
 
 
-def plan_moves(spec: StateSpec, sources: Holdings, targets: Holdings) -> MovePlan:
+def plan_moves(
+    spec: StateSpec,
+    sources: Holdings,
+    targets: Holdings,
+    *,
+    node_of: Callable[[int], int] = lambda gpu: 0,
+    preferred: Set[int] = frozenset(),
+) -> MovePlan:
     """What must be copied so that every target GPU has its holding, given what the sources hold.
 
-    Bytes received by a GPU are the bytes that it needs and does not hold: no plan for these holdings can have less.
+    Bytes received by a GPU are the bytes that it needs and does not hold: no plan for these holdings can have less. Of
+    those that hold a region the `preferred` are read, of these the ones on the reader's node, of these the one that has
+    sent least.
     Raises StateError, naming tensor and region, when something needed is held by no source.
     """
-    specs = spec.by_name()
     sent: dict[int, int] = defaultdict(int)
     received, kept = dict.fromkeys(targets, 0), dict.fromkeys(targets, 0)
     moves: list[Move] = []
-    for name, tensor in specs.items():
-        holders = {gpu: held[name] for gpu, held in sources.items() if name in held}
+    for tensor in spec.tensors:
+        holders = _Holders(tensor, sources, preferred)
         for target in sorted(targets):
-            needed = targets[target].get(name, ())
-            own = intersect(needed, holders.get(target, ()))
-            moves += [Move(name, target, target, start, stop) for start, stop in own]
+            needed = targets[target].get(tensor.name, ())
+            if not needed:
+                continue
+            own = intersect(needed, holders.held.get(target, ()))
+            moves += [Move(tensor.name, target, target, start, stop) for start, stop in own]
             kept[target] += tensor.index_bytes * sum(stop - start for start, stop in own)
-            for start, stop in _cut_at_holders(subtract(needed, own), holders):
-                source = _least_loaded(name, start, stop, holders, sent)
+            for start, stop in holders.pieces(subtract(needed, own)):
+                able = holders.able(start, stop)
+                near = [gpu for gpu in able if node_of(gpu) == node_of(target)] or able
+                source = min(near, key=lambda gpu: (sent[gpu], gpu))
                 num_bytes = tensor.index_bytes * (stop - start)
                 sent[source] += num_bytes
                 received[target] += num_bytes
-                moves.append(Move(name, source, target, start, stop))
+                moves.append(Move(tensor.name, source, target, start, stop))
     return MovePlan(tuple(moves), received, kept)
 
 
-def _cut_at_holders(missing: Sequence[Interval], holders: Mapping[int, Sequence[Interval]]) -> tuple[Interval, ...]:
-    """Cut missing regions so that each piece lies inside or outside of every holder's intervals."""
-    ends = {end for held in holders.values() for piece in held for end in piece}
-    pieces: list[Interval] = []
-    for start, stop in missing:
-        marks = [start, *sorted(e for e in ends if start < e < stop), stop]
-        pieces += list(itertools.pairwise(marks))
-    return tuple(pieces)
+class _Holders:
+    """Who has which regions of one tensor."""
 
+    def __init__(self, tensor: TensorSpec, sources: Holdings, preferred: Set[int]) -> None:
+        self.held = {gpu: held[tensor.name] for gpu, held in sources.items() if tensor.name in held}
+        self._name, self._preferred = tensor.name, preferred
+        self._ends = sorted({end for held in self.held.values() for piece in held for end in piece})
+        self._able: dict[Interval, list[int]] = {}
 
-def _least_loaded(
-    name: str, start: int, stop: int, holders: Mapping[int, Sequence[Interval]], sent: Mapping[int, int]
-) -> int:
-    able = [gpu for gpu, held in holders.items() if any(s <= start and stop <= e for s, e in held)]
-    if not able:
-        raise StateError(f"{name}[{start}:{stop}] is held by no device: {sorted(holders)} hold parts of this tensor")
-    return min(able, key=lambda gpu: (sent[gpu], gpu))
+    def pieces(self, missing: Sequence[Interval]) -> list[Interval]:
+        """Cut regions so that each piece lies inside or outside of every holder's intervals."""
+        found: list[Interval] = []
+        for start, stop in missing:
+            inner = self._ends[bisect_right(self._ends, start) : bisect_left(self._ends, stop)]
+            found += itertools.pairwise([start, *inner, stop])
+        return found
+
+    def able(self, start: int, stop: int) -> list[int]:
+        """The GPUs that a piece can be read from."""
+        able = self._able.get((start, stop))
+        if able is None:
+            able = [gpu for gpu, held in self.held.items() if any(s <= start and stop <= e for s, e in held)]
+            able = [gpu for gpu in able if gpu in self._preferred] or able
+            self._able[(start, stop)] = able
+        if not able:
+            raise StateError(
+                f"{self._name}[{start}:{stop}] is held by no device: {sorted(self.held)} hold parts of this tensor"
+            )
+        return able

@@ -1,27 +1,37 @@
-"""The tensors that one rank holds of one model-stage, and how regions of them are copied between ranks.
+"""The tensors that one rank holds of one model-stage.
 
-`transfer` executes a `MovePlan`: regions that a rank holds already are copied in place; all others go as point-to-point
-messages, one a pair of ranks and round, packed to at most `CHUNK_BYTES`, so that staging memory is bounded by twice
-that per peer. Both ends cut the same list of moves by the same rule, so nothing but data is sent. Messages are started in
-one order of pairs on all ranks, and of a pair's two messages first that of the lower device: on a GPU, a message of a
-pair waits for the one before it.
+A state has a holding, fixed, and the tensors of it that are present, which a change of plan adds, takes over from the old
+state and drops, group by group:
+
+    new = LocalState.empty(spec, holding, allocator)
+    new.adopt(old)           what stays as it is: shared, not copied
+    new.add(names)           room for what is written next
+    old.drop(names)          what has been copied away
+    new.address()            where other processes of this machine can read it
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
+from nereus.core.errors import StateError
 from nereus.core.randomness import hash_words
 from nereus.core.sharding import Holding, Interval, Move, StateSpec, TensorSpec, local_offset
-from nereus.runtime.communicator import Communicator, Pending
-
-CHUNK_BYTES = 32 * 2**20
-"""The largest message between two ranks in one round of a transfer."""
+from nereus.runtime.communicator import Communicator
+from nereus.runtime.memory import (
+    Allocator,
+    Block,
+    DeviceMemory,
+    PeerSegment,
+    ProcessAddress,
+    Segment,
+    SegmentAddress,
+)
 
 _MIX = 0x1B03738712FAD5C9  # odd
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -29,37 +39,126 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(eq=False)
 class LocalState:
-    """One rank's part of a model-stage: by tensor name, its intervals of the logical tensor and the local tensor."""
+    """One rank's part of a model-stage: by tensor name, its intervals of the logical tensor and the local tensor.
+
+    holding: all that this rank is to have. tensors: what is present of it, to be read; `add`, `adopt` and `drop` change it.
+    allocator: where `add` takes memory.
+    """
 
     spec: StateSpec
     holding: Holding
     tensors: dict[str, torch.Tensor]
+    allocator: Allocator = field(default_factory=lambda: DeviceMemory(torch.device("cpu")))
 
     def __post_init__(self) -> None:
         self.specs: dict[str, TensorSpec] = self.spec.by_name()
+        self._blocks: dict[str, Block] = {}
+        for name, tensor in self.tensors.items():
+            self._keep(name, Block(tensor))
+
+    @classmethod
+    def empty(cls, spec: StateSpec, holding: Holding, allocator: Allocator) -> LocalState:
+        """Nothing present yet."""
+        return cls(spec, holding, {}, allocator)
 
     @classmethod
     def zeros(cls, spec: StateSpec, holding: Holding, device: torch.device) -> LocalState:
-        specs = spec.by_name()
-        return cls(
-            spec,
-            holding,
-            {
-                name: torch.zeros(
-                    specs[name].local_shape(pieces), dtype=getattr(torch, specs[name].dtype), device=device
-                )
-                for name, pieces in holding.items()
-            },
-        )
+        """All of a holding, in ordinary memory."""
+        state = cls.empty(spec, holding, DeviceMemory(device))
+        state.add(holding, zero=True)
+        return state
 
-    def region(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """A view of logical indices [start, stop) along the cut dimension."""
-        offset = local_offset(self.holding[name], start)
-        return self.tensors[name].narrow(self.specs[name].dim, offset, stop - start)
+    # -- what is present -----------------------------------------------------------------------------------------
+
+    def add(self, names: Iterable[str], *, zero: bool = False) -> None:
+        """Memory for tensors of the holding, of any content unless `zero`: one group a layer and one for the rest.
+
+        Raises ValueError for a tensor that is not held or is present already.
+        """
+        groups: dict[int, dict[str, tuple[tuple[int, ...], torch.dtype]]] = defaultdict(dict)
+        for name in names:
+            if name not in self.holding or name in self.tensors:
+                raise ValueError(f"{name} is {'present already' if name in self.tensors else 'not held here'}")
+            spec = self.specs[name]
+            groups[spec.layer][name] = spec.local_shape(self.holding[name]), getattr(torch, spec.dtype)
+        for wanted in groups.values():
+            for name, block in self.allocator.allocate(wanted, zero=zero).items():
+                self._keep(name, block)
+
+    def adopt(self, other: LocalState, names: Iterable[str] | None = None) -> tuple[str, ...]:
+        """Share, without a copy, the tensors of `other` that are held here with the same intervals and not present yet.
+
+        names: only of these. Returns which. Either state may drop them first; writing to one writes to both.
+        """
+        among = other.tensors if names is None else [name for name in names if name in other.tensors]
+        taken = tuple(name for name in among if name not in self.tensors and self._same(other, name))
+        for name in taken:
+            self._keep(name, other._blocks[name])
+        return taken
+
+    def drop(self, names: Iterable[str] | None = None) -> None:
+        """Let go of tensors (None: of all). What no other state shares is freed: mapped memory at once, whoever still has
+        the tensor reads zeros then; other memory with its last reference. Raises KeyError for what is not present."""
+        for name in list(self.tensors if names is None else names):
+            del self.tensors[name]
+            self._blocks.pop(name).release(self)
 
     @property
     def num_bytes(self) -> int:
-        return sum(t.numel() * t.element_size() for t in self.tensors.values())
+        """Bytes present that count for this state.
+
+        Of the states that share a tensor, it counts for the one that has had it longest. So the sum over all states is the
+        memory in use, at any time: `adopt` does not change it, and when the old state drops a tensor, or is forgotten, the
+        new one counts it.
+        """
+        return sum(block.num_bytes for block in self._blocks.values() if block.counts_for(self))
+
+    @property
+    def present_bytes(self) -> int:
+        """Bytes present, shared or not."""
+        return sum(block.num_bytes for block in self._blocks.values())
+
+    def region(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """A view of logical indices [start, stop) along the cut dimension. Raises StateError if it is not present."""
+        if name not in self.tensors:
+            raise StateError(f"{name} is not present: nothing can be read from it or written to it")
+        return _region(self.tensors[name], self.specs[name], self.holding[name], start, stop)
+
+    def address(self, names: Iterable[str] | None = None) -> StateAddress:
+        """Where other processes can read what is present (names: only these), until it is dropped.
+
+        Raises ValueError for a tensor that is not in shared memory.
+        """
+        segments: dict[Segment, int] = {}
+        tensors = {name: self._tensor_address(name, segments) for name in (self.tensors if names is None else names)}
+        return StateAddress(
+            process=ProcessAddress.own(),
+            segments=tuple(SegmentAddress.of(segment) for segment in segments),
+            tensors=tensors,
+        )
+
+    def _keep(self, name: str, block: Block) -> None:
+        block.hold(self)
+        self._blocks[name] = block
+        self.tensors[name] = block.tensor
+
+    def _same(self, other: LocalState, name: str) -> bool:
+        mine = self.holding.get(name)
+        return mine is not None and mine == other.holding[name] and self.specs[name] == other.specs[name]
+
+    def _tensor_address(self, name: str, segments: dict[Segment, int]) -> TensorAddress:
+        block, tensor = self._blocks[name], self.tensors[name]
+        if tensor.numel() and (block.segment is None or block.segment.file is None):
+            raise ValueError(f"{name} is not in shared memory: it has no address")
+        return TensorAddress(
+            segment=segments.setdefault(block.segment, len(segments)) if block.segment is not None else -1,
+            offset=block.offset,
+            shape=tuple(tensor.shape),
+            dtype=self.specs[name].dtype,
+            intervals=self.holding[name],
+        )
+
+    # -- digest --------------------------------------------------------------------------------------------------
 
     def digest_sums(self, regions: Mapping[str, Sequence[Interval]]) -> dict[str, list[int]]:
         """For `core.digest.combine`: the weighted sum, modulo 2^64, of every region."""
@@ -79,6 +178,59 @@ class LocalState:
         return int(bits) & (2**64 - 1)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorAddress:
+    """One tensor in shared memory. segment: which of the state's (-1: no elements); offset: bytes; shape: the local one."""
+
+    segment: int
+    offset: int
+    shape: tuple[int, ...]
+    dtype: str
+    intervals: tuple[Interval, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateAddress:
+    """Where another process of this machine finds a state's tensors; plain data."""
+
+    process: ProcessAddress
+    segments: tuple[SegmentAddress, ...]
+    tensors: Mapping[str, TensorAddress]
+
+
+class PeerState:
+    """Another process's state, to be read. Segments are mapped when first needed, unmapped with the last view.
+
+    device: whose state it is, for messages.
+    """
+
+    def __init__(self, device: int, address: StateAddress, specs: Mapping[str, TensorSpec]) -> None:
+        self._device, self._address, self._specs = device, address, specs
+        self._segments: dict[int, PeerSegment] = {}
+
+    def region(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """As `LocalState.region`. Raises Aborted when the process has ended, StateError when it gave the tensor back."""
+        if (at := self._address.tensors.get(name)) is None:
+            raise StateError(f"{name} was not present on device {self._device} when its address was taken")
+        dtype = getattr(torch, at.dtype)
+        tensor = torch.empty(at.shape, dtype=dtype)
+        if at.segment >= 0:
+            tensor = self._segment(at.segment).tensor(at.offset, at.shape, dtype)
+        return _region(tensor, self._specs[name], at.intervals, start, stop)
+
+    def _segment(self, number: int) -> PeerSegment:
+        if number not in self._segments:
+            address = self._address.segments[number]
+            self._segments[number] = PeerSegment(self._device, self._address.process, address)
+        return self._segments[number]
+
+
+def _region(
+    tensor: torch.Tensor, spec: TensorSpec, intervals: Sequence[Interval], start: int, stop: int
+) -> torch.Tensor:
+    return tensor.narrow(spec.dim, local_offset(intervals, start), stop - start)
+
+
 def _weights(name: str, dim: int, first: int, length: int, device: torch.device) -> torch.Tensor:
     """Odd 64-bit weights of a dimension's logical indices, as int64 (arithmetic is modulo 2^64)."""
     seed = sum(ord(c) * 31**i for i, c in enumerate(name)) % 2**61
@@ -94,93 +246,10 @@ def transfer(
     target: LocalState | None,
     communicator: Communicator,
     device: torch.device,
-    chunk_bytes: int = CHUNK_BYTES,
+    chunk_bytes: int | None = None,
 ) -> int:
-    """Execute this rank's part of `moves`; every involved rank calls it with the same list.
+    """`transport.PeerToPeer`, as a function."""
+    from nereus.runtime.transport import MESSAGE_BYTES, PeerToPeer
 
-    source: what this rank holds; target: what it will hold (may be the same object). Returns the bytes received from
-    other ranks. Raises Aborted or PeerTimeout: the target's content is then undefined, the source's untouched.
-    """
-    outgoing: dict[int, list[Move]] = defaultdict(list)
-    incoming: dict[int, list[Move]] = defaultdict(list)
-    for move in moves:
-        if move.source == move.target == me:
-            _copy_in_place(move, source, target)
-        elif move.source == me:
-            outgoing[move.target].append(move)
-        elif move.target == me:
-            incoming[move.source].append(move)
-    sends = {peer: _chunks(listed, source, chunk_bytes) for peer, listed in sorted(outgoing.items())}
-    receives = {peer: _chunks(listed, target, chunk_bytes) for peer, listed in sorted(incoming.items())}
-    received_bytes = 0
-    while sends or receives:
-        arriving: list[tuple[list[Move], torch.Tensor, Pending]] = []
-        leaving: list[tuple[torch.Tensor, Pending]] = []
-        for peer in sorted({*sends, *receives}):
-            for way in (sends, receives) if me < peer else (receives, sends):
-                if (chunk := next(way.get(peer, iter(())), None)) is None:
-                    way.pop(peer, None)
-                elif way is sends:
-                    buffer = torch.cat([_as_bytes(_region(m, source)) for m in chunk])
-                    leaving.append((buffer, communicator.isend(buffer, peer)))
-                else:
-                    buffer = torch.empty(sum(_num_bytes(m, target) for m in chunk), dtype=torch.uint8, device=device)
-                    arriving.append((chunk, buffer, communicator.irecv(buffer, peer)))
-        for chunk, buffer, pending in arriving:
-            pending.wait()
-            received_bytes += buffer.numel()
-            _unpack(chunk, buffer, target)
-        for _, pending in leaving:
-            pending.wait()
-    communicator.settle()
-    return received_bytes
-
-
-def _region(move: Move, state: LocalState | None) -> torch.Tensor:
-    assert state is not None, f"{move} concerns a rank that has no such state"
-    return state.region(move.tensor, move.start, move.stop)
-
-
-def _copy_in_place(move: Move, source: LocalState | None, target: LocalState | None) -> None:
-    old, new = _region(move, source), _region(move, target)
-    if old.data_ptr() != new.data_ptr():
-        new.copy_(old)
-
-
-def _num_bytes(move: Move, state: LocalState | None) -> int:
-    assert state is not None
-    return state.specs[move.tensor].index_bytes * (move.stop - move.start)
-
-
-def _chunks(moves: Sequence[Move], state: LocalState | None, chunk_bytes: int) -> Iterator[list[Move]]:
-    """Cut a pair's moves into messages of at most `chunk_bytes` (one index along the cut dimension at least)."""
-    assert state is not None
-    chunk: list[Move] = []
-    free = chunk_bytes
-    for move in moves:
-        index_bytes = state.specs[move.tensor].index_bytes
-        start = move.start
-        while start < move.stop:
-            if chunk and free < index_bytes:
-                yield chunk
-                chunk, free = [], chunk_bytes
-            stop = min(move.stop, start + max(1, free // index_bytes))
-            chunk.append(Move(move.tensor, move.source, move.target, start, stop))
-            free -= index_bytes * (stop - start)
-            start = stop
-    if chunk:
-        yield chunk
-
-
-def _as_bytes(region: torch.Tensor) -> torch.Tensor:
-    return region.contiguous().view(-1).view(torch.uint8)
-
-
-def _unpack(chunk: Sequence[Move], buffer: torch.Tensor, target: LocalState | None) -> None:
-    offset = 0
-    for move in chunk:
-        region = _region(move, target)
-        num_bytes = region.numel() * region.element_size()
-        part = buffer[offset : offset + num_bytes].clone()  # aligned for the view below
-        region.copy_(part.view(region.dtype).view(region.shape))
-        offset += num_bytes
+    transport = PeerToPeer(communicator, message_bytes=chunk_bytes or MESSAGE_BYTES)
+    return transport.transfer(moves, source=source, target=target)

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from nereus.cli.config import dump_job, load_job, parse_job
+from nereus.api.job_file import dump_job, load_job, parse_job
+from nereus.api.schema import list_fields
 from nereus.cli.main import main
-from nereus.cli.schema import list_fields
 from nereus.core.job import ChangeSection, Job, PlacementSection
 
 WriteJob = Callable[..., Path]

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from nereus.cli.config import parse_job
+from nereus.api.job_file import parse_job
 from nereus.cli.start import _plan_to_resume
 from nereus.core.job import initial_plan, planned_changes
-from nereus.core.plan import ACTOR_GENERATION, ACTOR_TRAINING
+from nereus.core.plan import ACTOR_GENERATION, ACTOR_TRAINING, Plan
 
 JOB = """
 name: j
@@ -26,11 +27,15 @@ changes: [{step: 2, plan: {actor/training: {tp: 2, pp: 2, recompute: true, micro
 """
 
 
+def no_auto(step: int, pool: Sequence[int], current: Plan | None) -> Plan:
+    raise AssertionError("nothing here is auto")
+
+
 def resumed(*overrides: str):  # type: ignore[no-untyped-def]
     before = parse_job(JOB, where="job", base=Path())
-    at_checkpoint = planned_changes(before, initial_plan(before), range(4))[-1].plan
+    at_checkpoint = planned_changes(before, initial_plan(before, no_auto), range(4), auto=no_auto)[-1].plan
     job = parse_job(JOB, where="job", base=Path(), overrides=overrides)
-    return at_checkpoint, *_plan_to_resume(job, overrides, at_checkpoint, (0, 1, 2, 3))
+    return at_checkpoint, *_plan_to_resume(job, overrides, at_checkpoint, (0, 1, 2, 3), auto=no_auto, step=5)
 
 
 def test_a_named_field_changes_alone() -> None:

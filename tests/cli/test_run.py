@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from nereus.core.events import CheckpointWritten, RunFinished, RunStarted, StepFinished, TransitionFinished
+from nereus.core.events import CheckpointWritten, PlanChosen, RunFinished, RunStarted, StepFinished, TransitionFinished
 from nereus.rl.loop import Trainer
 from nereus.telemetry.folder import read_events
 
@@ -65,7 +65,7 @@ def check_folder(folder: Path) -> None:
     }  # fmt: skip
     events = [record.event for record in read_events(folder)]
     assert [type(event) for event in events] == [
-        RunStarted, StepFinished, TransitionFinished, StepFinished, CheckpointWritten, TransitionFinished,
+        RunStarted, PlanChosen, StepFinished, TransitionFinished, StepFinished, CheckpointWritten, TransitionFinished,
         StepFinished, CheckpointWritten, RunFinished,
     ]  # fmt: skip
     assert [e.step for e in events if isinstance(e, CheckpointWritten)] == [2, 3]

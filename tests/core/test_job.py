@@ -23,7 +23,6 @@ from nereus.core.job import (
     PlacementSection,
     SamplingSection,
     TaskSection,
-    automatic_plan,
     check_plan,
     initial_plan,
     planned_changes,
@@ -65,6 +64,10 @@ def job(
         cluster=ClusterSection(devices=devices),
         **more,
     )
+
+
+def no_auto(step: int, pool: Sequence[int], current: Plan | None) -> Plan:
+    raise AssertionError("nothing here is auto")
 
 
 def changes(*sections: ChangeSection, **more: Any) -> Job:
@@ -158,7 +161,7 @@ def test_what_a_job_places_is_what_its_algorithm_runs(algorithm: str, reward: Mo
 
 def test_all_stands_for_every_model_stage_that_is_not_named():
     section = {"all": P(tp=2, dp=4), "actor/generation": P(dp=8, micro_batch=3)}
-    plan = resolve_plan(job(), section, range(8), None)
+    plan = resolve_plan(job(), section, range(8), None, auto=no_auto)
     assert {str(p.model_stage): (p.layout, p.dp) for p in plan.placements} == {
         "actor/generation": (Layout(1, 1), 8),
         "reference/inference": (Layout(2, 1), 4),
@@ -169,18 +172,20 @@ def test_all_stands_for_every_model_stage_that_is_not_named():
 
 
 def test_without_gpus_a_placement_takes_the_first_devices_of_the_pool():
-    plan = resolve_plan(job(), {"all": P(tp=2, pp=2)}, (9, 3, 5, 7, 1), None)
+    plan = resolve_plan(job(), {"all": P(tp=2, pp=2)}, (9, 3, 5, 7, 1), None, auto=no_auto)
     assert plan[ACTOR_TRAINING].gpus == (1, 3, 5, 7)
 
 
 def test_named_gpus_keep_their_order():
-    plan = resolve_plan(job(), {"all": P(), "actor/training": P(tp=2, dp=2, gpus=[6, 2, 4, 0])}, range(8), None)
+    plan = resolve_plan(
+        job(), {"all": P(), "actor/training": P(tp=2, dp=2, gpus=[6, 2, 4, 0])}, range(8), None, auto=no_auto
+    )
     assert plan[ACTOR_TRAINING].gpus == (6, 2, 4, 0)
 
 
 def test_model_stages_that_a_change_does_not_name_keep_their_placement():
-    before = resolve_plan(job(), {"all": P(tp=2, dp=4)}, range(8), None)
-    after = resolve_plan(job(), {"actor/training": P(tp=4)}, range(8), before)
+    before = resolve_plan(job(), {"all": P(tp=2, dp=4)}, range(8), None, auto=no_auto)
+    after = resolve_plan(job(), {"actor/training": P(tp=4)}, range(8), before, auto=no_auto)
     assert after[ACTOR_TRAINING].layout == Layout(4, 1)
     assert {p for p in after.placements if p.model_stage != ACTOR_TRAINING} == {
         p for p in before.placements if p.model_stage != ACTOR_TRAINING
@@ -204,39 +209,41 @@ def test_model_stages_that_a_change_does_not_name_keep_their_placement():
 )
 def test_a_plan_that_cannot_be_is_refused_with_the_model_stage_and_the_value(section: Any, message: str):
     with pytest.raises(PlanError, match=message):
-        resolve_plan(job(), section, range(8), None)
+        resolve_plan(job(), section, range(8), None, auto=no_auto)
 
 
 def test_only_trained_units_have_to_divide_a_mini_batch():
-    plan = resolve_plan(job(), {"all": P(), "actor/generation": P(dp=8)}, range(8), None)
+    plan = resolve_plan(job(), {"all": P(), "actor/generation": P(dp=8)}, range(8), None, auto=no_auto)
     assert plan[ACTOR_GENERATION].dp == 8
 
 
 def test_the_message_on_dp_lists_what_divides():
     with pytest.raises(PlanError, match=re.escape("possible are [1, 2, 3, 4, 6, 12]")):
-        resolve_plan(job(), {"all": P(), "actor/training": P(dp=5)}, range(8), None)
+        resolve_plan(job(), {"all": P(), "actor/training": P(dp=5)}, range(8), None, auto=no_auto)
 
 
 # -- automatic plans ---------------------------------------------------------------------------------------------------
 
-POOLS = st.lists(st.integers(0, 40), unique=True, min_size=1, max_size=12)
+
+def whole_on_each(step: int, pool: Sequence[int], current: Plan | None) -> Plan:
+    """As many replicas as the pool has devices."""
+    everywhere = {"layout": Layout(1, 1), "dp": len(pool), "gpus": tuple(pool)}
+    return Plan(tuple(Placement(model_stage=m, **everywhere) for m in job().model_stages))
 
 
-@examples
-@given(POOLS, st.sampled_from(["ppo", "grpo"]), st.integers(1, 12), st.integers(2, 6), st.data())
-def test_an_automatic_plan_is_valid_and_has_as_many_replicas_as_can_be(
-    pool: list[int], algorithm: str, prompts: int, samples: int, data: st.DataObject
-):
-    sequences = prompts * samples
-    mini_batches = data.draw(st.sampled_from([d for d in range(1, sequences + 1) if sequences % d == 0]))
-    batch = BatchSection(prompts=prompts, samples_per_prompt=samples, mini_batches=mini_batches)
-    plan = automatic_plan(j := job(algorithm=algorithm, batch=batch), pool)
-    check_plan(j, plan, pool)
-    fits = [d for d in range(1, len(pool) + 1) if sequences % d == 0 and (sequences // mini_batches) % d == 0]
-    assert tuple(p.model_stage for p in plan.placements) == j.model_stages
-    for placement in plan.placements:
-        assert (placement.layout, placement.dp) == (Layout(1, 1), max(fits))
-        assert set(placement.gpus) <= set(pool)
+def test_auto_is_asked_with_its_step_its_pool_and_the_plan_before():
+    asked = []
+
+    def auto(step: int, pool: Sequence[int], current: Plan | None) -> Plan:
+        asked.append((step, tuple(pool), current))
+        return whole_on_each(step, pool, current)
+
+    j = changes(ChangeSection(step=2, plan={"all": P(dp=2)}), ChangeSection(step=5, devices=3), plan="auto")
+    first = initial_plan(j, auto)
+    found = planned_changes(j, first, range(8), auto=auto)
+    assert first == whole_on_each(0, range(8), None)
+    assert asked == [(0, tuple(range(8)), None), (5, (0, 1, 2), found[0].plan)]
+    assert found[1].plan == whole_on_each(5, range(3), None)
 
 
 @examples
@@ -255,8 +262,8 @@ def test_a_plan_passes_exactly_when_its_devices_exist_and_dp_divides_the_batch(
 
 
 def test_the_first_plan_is_on_the_devices_of_the_cluster():
-    assert initial_plan(job(devices=3)).gpus == (0, 1, 2)
-    assert initial_plan(job(plan={"all": P(tp=2)}))[CRITIC_TRAINING].layout == Layout(2, 1)
+    assert initial_plan(job(devices=3), whole_on_each).gpus == (0, 1, 2)
+    assert initial_plan(job(plan={"all": P(tp=2)}), no_auto)[CRITIC_TRAINING].layout == Layout(2, 1)
 
 
 # -- changes -----------------------------------------------------------------------------------------------------------
@@ -274,7 +281,7 @@ def test_each_change_starts_from_the_pool_and_plan_of_the_one_before():
         ChangeSection(step=8, devices=4),
         plan={"all": P(dp=4)},
     )
-    found = planned_changes(j, initial_plan(j), range(8))
+    found = planned_changes(j, initial_plan(j, no_auto), range(8), auto=whole_on_each)
     assert [c.step for c in found] == [2, 4, 6, 8]
     assert [len(c.devices) for c in found] == [8, 12, 12, 4]
     assert [layouts(c.plan, ACTOR_GENERATION, ACTOR_TRAINING) for c in found] == [
@@ -287,7 +294,7 @@ def test_each_change_starts_from_the_pool_and_plan_of_the_one_before():
 
 def test_changes_up_to_a_step_are_left_out_when_a_run_goes_on_from_it():
     j = changes(ChangeSection(step=2, devices=4), ChangeSection(step=5, devices=6), plan={"all": P(dp=4)})
-    assert [c.step for c in planned_changes(j, initial_plan(j), range(8), after=2)] == [5]
+    assert [c.step for c in planned_changes(j, initial_plan(j, no_auto), range(8), auto=whole_on_each, after=2)] == [5]
 
 
 @pytest.mark.parametrize(
@@ -310,4 +317,4 @@ def test_changes_up_to_a_step_are_left_out_when_a_run_goes_on_from_it():
 def test_a_change_that_cannot_be_is_refused_with_its_step(sections: Sequence[ChangeSection], message: str):
     j = changes(*sections, plan={"all": P(dp=4)})
     with pytest.raises(PlanError, match=message):
-        planned_changes(j, initial_plan(j), range(8))
+        planned_changes(j, initial_plan(j, no_auto), range(8), auto=whole_on_each)

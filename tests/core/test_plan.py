@@ -16,7 +16,6 @@ from nereus.core.plan import (
     ModelStage,
     Placement,
     Plan,
-    largest_divisor,
     split_evenly,
 )
 
@@ -146,11 +145,3 @@ def test_split_evenly_gives_every_index_once_in_almost_equal_parts(total: int, p
     assert len(found) == parts
     assert [i for part in found for i in part] == list(range(total))
     assert max(map(len, found)) - min(map(len, found)) <= 1
-
-
-@examples
-@given(st.lists(st.integers(1, 200), min_size=1, max_size=3), st.integers(1, 40))
-def test_largest_divisor_divides_all_and_none_that_is_larger_does(numbers: list[int], limit: int):
-    found = largest_divisor(numbers, limit)
-    assert found <= limit and not any(n % found for n in numbers)
-    assert all(any(n % d for n in numbers) for d in range(found + 1, limit + 1))

@@ -19,9 +19,11 @@ import torch
 from rich.console import Console
 from safetensors.torch import load_file
 
+from nereus.api.job_file import load_job
+from nereus.api.jobs import AutoPlanner
+from nereus.api.machine import cache_folder, device_type_of
 from nereus.cli.bench import Check, report
-from nereus.cli.config import load_job
-from nereus.cli.run import RunRequest, cache_folder, device_type_of, run_job
+from nereus.cli.run import RunRequest, run_job
 from nereus.core.errors import UserError
 from nereus.core.job import Job, initial_plan, planned_changes
 from nereus.core.plan import ACTOR_GENERATION, Plan
@@ -115,9 +117,9 @@ def _weights(run: Path, model: str) -> dict[str, torch.Tensor]:
 def _sample_under_all_plans(job: Job, trained: Path) -> list[list[Response]]:
     """The responses under the job's first plan and under each of its changes, all from one set of weights."""
     prepared = prepare(job, cache_folder())
-    first = initial_plan(job)
-    pool = tuple(range(job.cluster.devices))
-    plans = [first, *(change.plan for change in planned_changes(job, first, pool))]
+    auto, pool = AutoPlanner(job), tuple(range(job.cluster.devices))
+    first = initial_plan(job, auto)
+    plans = [first, *(change.plan for change in planned_changes(job, first, pool, auto=auto))]
     source = newest_checkpoint(trained / "checkpoints").sources
     files = next(iter(source.values())).files
     devices = range(max([job.cluster.devices, *(c.devices or 0 for c in job.changes)]))

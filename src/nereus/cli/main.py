@@ -21,7 +21,7 @@ from nereus.cli.failure import RunFailed
 from nereus.core.errors import UserError
 
 if TYPE_CHECKING:
-    from nereus.cli.plan import Question
+    from nereus.api.scenario import Scenario
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing is downloaded while a job runs
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
@@ -78,18 +78,20 @@ class Plan:
     """Name of a usual model (Llama-3.1-8B), or a folder with a config.json; every model of the job has its shape."""
     gpus: int | None = None
     """GPUs of the pool (64)."""
-    device: str = "A100-80GB"
-    """Kind of GPU (A100-40GB, A100-80GB, H100-SXM, H200, B200, ...)."""
+    device: str | None = None
+    """Kind of GPU (A100-40GB, A100-80GB, H200, ...), or cpu, which is measured (A100-80GB; of a job file: what is here)."""
     length: float | None = None
     """Mean response length, tokens (2048; of a job file: a third of its max_new_tokens)."""
-    prompt: float = 512
-    """Mean prompt length, tokens."""
+    prompt: float | None = None
+    """Mean prompt length, tokens (512; of a job file: of its task's first prompts)."""
     prompts: int | None = None
     """Prompts a step (1024)."""
     samples: int | None = None
     """Responses to each prompt (1)."""
     algorithm: Literal["ppo", "grpo", "remax"] | None = None
     """What is trained (ppo)."""
+    recompute: Literal["auto", "on", "off"] = "auto"
+    """Recompute activations in the backward pass where it pays, everywhere, or nowhere."""
     calibration: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """JSON of `nereus.cost.Calibration`: efficiencies learned from measurements."""
     sweep: Annotated[tuple[str, ...], tyro.conf.arg(metavar="lengths=A..B gpus=C..D")] = ()
@@ -101,47 +103,52 @@ class Plan:
 
     def main(self) -> int:
         from nereus.cli import plan
+        from nereus.cli.plan_view import sweep_view
 
-        question = self._question()
-        console = Console(stderr=self.json)
+        scenario = self._scenario()
+        console = Console(stderr=self.json, highlight=False)
         if self.sweep or self.plot is not None:
-            rows = plan.sweep(question, *plan.sweep_axes(self.sweep, question))
-            console.print(plan.sweep_view(rows))
+            lengths, gpus = plan.sweep_axes(self.sweep, scenario)
+            points = scenario.sweep(response_lengths=lengths, gpus=gpus)
+            console.print(sweep_view(points))
             if self.plot is not None:
-                plan.plot(rows, self.plot, f"{question.name} {question.algorithm} on {self.device}, predicted")
-            found: dict[str, Any] = {"sweep": rows}
+                title = f"{scenario.name} {scenario.algorithm} on {scenario.device_kind.name}, predicted"
+                plan.plot(points, self.plot, title)
+            found: dict[str, Any] = {"sweep": [point.to_json() for point in points]}
         else:
-            found = plan.show(console, question)
+            found = plan.show(console, scenario)
         if self.json:
             _print_json(found)
         return 0
 
-    def _question(self) -> Question:
-        from nereus.cli import plan
+    def _scenario(self) -> Scenario:
+        from nereus.api.job_file import load_job
+        from nereus.api.jobs import scenario_of
+        from nereus.api.scenario import describe
+        from nereus.cli.plan import read_calibration
 
-        calibration = plan.read_calibration(self.calibration)
+        given: dict[str, Any] = {
+            "device": self.device,
+            "prompt_length": self.prompt,
+            "response_length": self.length,
+            "recompute": self.recompute,
+            "calibration": read_calibration(self.calibration),
+        }
         described = {"model": self.model, "prompts": self.prompts, "samples": self.samples, "algorithm": self.algorithm}
+        described = {name: value for name, value in described.items() if value is not None}
         if self.job is not None:
-            given = [f"--{name}" for name, value in described.items() if value is not None]
-            if given:
-                raise UserError(f"{given[0]} describes a job without a file; with one, use --set to override a field")
+            if described:
+                raise UserError(
+                    f"--{next(iter(described))} describes a job without a file; with one, use --set to override a field"
+                )
             overrides = self.set if self.gpus is None else (*self.set, f"cluster.devices={self.gpus}")
-            return plan.question_of_job(
-                self.job, overrides, device=self.device, prompt=self.prompt, length=self.length, calibration=calibration
-            )
+            return scenario_of(load_job(self.job, overrides), **given)
         if self.set:
             raise UserError(f"--set {self.set[0]!r} overrides a field of a job file, and none is given")
-        return plan.question_of_flags(
-            model=self.model or "Llama-3.1-8B",
-            device=self.device,
-            gpus=64 if self.gpus is None else self.gpus,
-            prompt=self.prompt,
-            length=2048 if self.length is None else self.length,
-            prompts=1024 if self.prompts is None else self.prompts,
-            samples=1 if self.samples is None else self.samples,
-            algorithm=self.algorithm or "ppo",
-            calibration=calibration,
-        )
+        if "samples" in described:
+            described["samples_per_prompt"] = described.pop("samples")
+        given = {name: value for name, value in {**given, **described}.items() if value is not None}
+        return describe(**{"gpus": 64 if self.gpus is None else self.gpus, **given})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -228,7 +235,7 @@ def _print_fields() -> None:
     from rich.padding import Padding
     from rich.text import Text
 
-    from nereus.cli.schema import list_fields
+    from nereus.api.schema import list_fields
 
     console = Console()
     for field in list_fields():

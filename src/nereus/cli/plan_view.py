@@ -1,41 +1,76 @@
-"""Tables of a plan choice for the terminal. What they show is data: `PlanChoice`, `Explanation`."""
+"""Tables of a plan choice for a terminal of 80 columns or more. What they show is data: `PlanChoice`, `Explanation`."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
+from rich import box
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from nereus.core.plan import ModelStage, Placement
+from nereus.api.scenario import Scenario, SweepPoint
+from nereus.core.plan import Placement
 from nereus.planner.choice import PlanChoice, PlannedPlan
-from nereus.planner.explain import Explanation
+from nereus.planner.explain import Explanation, ModelStageReason
 from nereus.planner.problem import task_seconds
 
 GIB = 2**30
 
 
-def choice_view(choice: PlanChoice, explanation: Explanation | None = None) -> RenderableType:
-    """The best plan, its latency by stage, the alternatives, and why, if an explanation is given."""
-    parts: list[RenderableType] = [plan_table(choice.best), stage_line(choice.best), memory_line(choice.best)]
+def choice_view(scenario: Scenario, choice: PlanChoice, explanation: Explanation, width: int = 80) -> RenderableType:
+    """The best plan, its latency by stage, the alternatives, and why."""
+    best = choice.best
+    parts: list[RenderableType] = [
+        setting_line(scenario),
+        plan_table(best),
+        stage_line(best),
+        memory_line(best),
+        Text(),
+        reasons_table(explanation, num_points=3 if width < 110 else 7),
+        more_line(choice, explanation),
+    ]
     if choice.alternatives:
-        parts.append(alternatives_table(choice))
-    if explanation is not None:
-        parts.append(reasons_table(explanation))
-        parts.append(more_line(choice, explanation))
+        parts += [Text(), alternatives_table(choice)]
     return Group(*parts)
 
 
+def _table(title: str = "") -> Table:
+    return Table(
+        title=title or None,
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        pad_edge=False,
+        show_edge=False,
+    )
+
+
+def _columns(table: Table, left: Sequence[str], right: Sequence[str]) -> None:
+    for name in left:
+        table.add_column(name)
+    for name in right:
+        table.add_column(name, justify="right", no_wrap=True)
+
+
+def setting_line(scenario: Scenario) -> Text:
+    """What was asked."""
+    w, device = scenario.workload, scenario.device_kind
+    longest = f"longest {w.longest_response:,.0f}"
+    recompute = "" if scenario.recompute == "auto" else f", recomputation {scenario.recompute}"
+    return Text(
+        f"{scenario.name}, {scenario.algorithm}, {w.sequences:,} sequences of {w.prompt_length:,.0f} + "
+        f"{w.response_length:,.0f} tokens ({longest}), {w.dtype}{recompute}; {scenario.gpus} x {device.name} "
+        f"({scenario.source})"
+    )
+
+
 def plan_table(planned: PlannedPlan) -> Table:
-    """One row a model-stage. GiB: resident and with its working set, of one GPU; the capacity is in the title."""
+    """One row a model-stage. GiB of one GPU: held while idle; at the peak of all that lies on it."""
     problem = planned.problem
     capacity = problem.capacity_bytes / GIB
-    table = Table(title=f"step {seconds(planned.step_latency_s)} on {problem.pool.size} GPUs of {capacity:.1f} GiB")
-    for name in ("model-stage", "GPUs"):
-        table.add_column(name)
-    for name in ("TP", "PP", "DP", "micro-batch", "recompute", "seconds", "resident GiB", "peak GiB"):
-        table.add_column(name, justify="right")
+    table = _table(f"step {seconds(planned.step_latency_s)} on {problem.pool.size} GPUs of {capacity:.3g} GiB")
+    _columns(table, ["model-stage", "GPUs"], ["TP", "PP", "DP", "mb", "rc", "seconds", "held", "peak GiB"])
     for placement in planned.plan.placements:
         m = placement.model_stage
         rows, row = problem.tables[m], planned.selection[m].row
@@ -46,13 +81,13 @@ def plan_table(planned: PlannedPlan) -> Table:
             *(str(n) for n in (placement.layout.tp, placement.layout.pp, placement.dp, placement.micro_batch)),
             "yes" if placement.recompute else "no",
             seconds(spent),
-            f"{float(rows.resident_bytes[row]) / GIB:.1f}",
-            f"{max(planned.memory_bytes[gpu] for gpu in placement.gpus) / GIB:.1f}",
+            gib(float(rows.resident_bytes[row])),
+            gib(max(planned.memory_bytes[gpu] for gpu in placement.gpus)),
         )
     return table
 
 
-def gpu_ranges(gpus: Sequence[int], most: int = 4) -> str:
+def gpu_ranges(gpus: Sequence[int], most: int = 2) -> str:
     """`"0-15"`, `"0-3,8-11"`; how many, where the ranges are many."""
     ranges: list[list[int]] = []
     for gpu in sorted(gpus):
@@ -61,20 +96,26 @@ def gpu_ranges(gpus: Sequence[int], most: int = 4) -> str:
         else:
             ranges.append([gpu, gpu])
     if len(ranges) > most:
-        return f"{len(gpus)} GPUs in {len(ranges)} ranges"
+        return f"{len(gpus)} of them"
     return ",".join(str(low) if low == high else f"{low}-{high}" for low, high in ranges)
 
 
 def seconds(value: float) -> str:
     """Three digits that matter."""
-    return f"{value:.0f} s" if value >= 100 else f"{value:.3g} s" if value >= 0.001 else "0 s"
+    return f"{value:,.0f} s" if value >= 100 else f"{value:.3g} s" if value >= 0.001 else "0 s"
+
+
+def gib(num_bytes: float) -> str:
+    """A size in GiB, without its unit."""
+    value = num_bytes / GIB
+    return f"{value:.1f}" if value >= 1 else f"{value:.2g}"
 
 
 def stage_line(planned: PlannedPlan) -> Text:
     """The step latency split by stage."""
     total = planned.step_latency_s
     parts = [f"{stage} {seconds(s)} ({s / total:.0%})" for stage, s in planned.stage_seconds.items()]
-    return Text("step latency: " + ", ".join(parts))
+    return Text(", ".join(parts))
 
 
 def memory_line(planned: PlannedPlan) -> Text:
@@ -82,62 +123,64 @@ def memory_line(planned: PlannedPlan) -> Text:
     problem, peak = planned.problem, planned.peak_bytes
     free = 1 - peak / problem.capacity_bytes
     line = (
-        f"memory: {peak / GIB:.1f} of {problem.capacity_bytes / GIB:.1f} GiB on the fullest GPU, {free:.1%} free "
+        f"memory: {gib(peak)} of {gib(problem.capacity_bytes)} GiB on the fullest GPU, {free:.1%} free "
         f"({problem.headroom:.0%} must be)"
     )
     if planned.current is not None:
-        line += f"; {planned.kept_bytes / GIB:.1f} GiB of state stay where they are"
+        line += f"; {gib(planned.kept_bytes)} GiB of state stay where they are"
     return Text(line)
 
 
 def alternatives_table(choice: PlanChoice) -> Table:
-    """The chosen plan and the next best; `tpAppBdpC` of each model-stage, bold where it differs from the chosen one."""
-    table = Table(title="alternatives (each with other training layouts)")
-    table.add_column("")
-    table.add_column("step", justify="right")
-    table.add_column("slower", justify="right")
-    for m in choice.problem.model_stages:
-        table.add_column(str(m))
-    table.add_column("peak GiB", justify="right")
+    """The next best plans: how much slower, and each model-stage that is placed otherwise than in the best."""
+    table = _table("alternatives, each with another layout of actor/training")
+    _columns(table, [], ["step", "slower", "peak GiB"])
+    table.add_column("what differs from the best plan")
     best = choice.best
-    for planned in choice.plans:
+    for planned in choice.alternatives:
         table.add_row(
-            "*" if planned is best else "",
             seconds(planned.step_latency_s),
-            f"{planned.step_latency_s / best.step_latency_s - 1:.2%}",
-            *(_layout(planned, best, m) for m in choice.problem.model_stages),
-            f"{planned.peak_bytes / GIB:.1f}",
+            f"{planned.step_latency_s / best.step_latency_s - 1:.1%}",
+            gib(planned.peak_bytes),
+            "\n".join(_differences(planned, best)),
         )
     return table
 
 
-def _layout(planned: PlannedPlan, best: PlannedPlan, model_stage: ModelStage) -> Text:
-    def words(placement: Placement) -> str:
-        mark = " rc" if placement.recompute else ""
-        layout = placement.layout
-        return f"tp{layout.tp} pp{layout.pp} dp{placement.dp} mb{placement.micro_batch}{mark}"
-
-    here, chosen = (words(p.plan[model_stage]) for p in (planned, best))
-    return Text(here, style="" if here == chosen else "bold")
+def _differences(planned: PlannedPlan, best: PlannedPlan) -> Iterator[str]:
+    for p in planned.plan.placements:
+        here, chosen = (_words(x) for x in (p, best.plan[p.model_stage]))
+        if here != chosen:
+            yield f"{p.model_stage} {here}"
 
 
-def reasons_table(explanation: Explanation) -> Table:
+def _words(p: Placement) -> str:
+    return f"{p.layout} dp{p.dp} mb{p.micro_batch}{' rc' if p.recompute else ''}"
+
+
+def reasons_table(explanation: Explanation, num_points: int = 7) -> Table:
     """What keeps each model-stage from being faster, and its frontier: seconds by number of GPUs."""
-    table = Table(title="why")
-    table.add_column("model-stage")
-    table.add_column("held back by")
-    table.add_column("could save", justify="right")
-    table.add_column("frontier: GPUs: seconds (chosen in brackets)")
+    table = _table()
+    _columns(table, ["model-stage", "held back by"], ["could save"])
+    table.add_column("seconds by GPUs, [chosen]")
     for reason in explanation.reasons:
-        points = reason.frontier[-7:]
-        steps = [
-            f"[{p.gpus}: {p.seconds:.3g}]" if p.chosen else f"{p.gpus}: {p.seconds:.3g}"
-            for p in reason.frontier
-            if p in points or p.chosen
-        ]
         saved = seconds(reason.faster_s) if reason.faster_s > 0 else ""
-        table.add_row(str(reason.model_stage), reason.binding, saved, Text("  ".join(steps)))
+        table.add_row(
+            str(reason.model_stage), _BINDINGS.get(reason.binding, reason.binding), saved, _steps(reason, num_points)
+        )
     return table
+
+
+_BINDINGS = {"the other model-stages": "the others", "nothing": "-"}
+
+
+def _steps(reason: ModelStageReason, num_points: int) -> Text:
+    """The frontier around the chosen point."""
+    chosen = next(i for i, p in enumerate(reason.frontier) if p.chosen)
+    first = max(0, min(chosen - num_points // 2, len(reason.frontier) - num_points))
+    points = reason.frontier[first : first + num_points]
+    words = (f"[{p.gpus}: {p.seconds:.3g}]" if p.chosen else f"{p.gpus}: {p.seconds:.3g}" for p in points)
+    return Text("  ".join(words))
 
 
 def more_line(choice: PlanChoice, explanation: Explanation) -> Text:
@@ -150,3 +193,23 @@ def more_line(choice: PlanChoice, explanation: Explanation) -> Text:
         f"one more node ({more.problem.pool.size} GPUs): step {seconds(more.step_latency_s)}, "
         f"{seconds(explanation.saved_s)} less ({share:.1%})"
     )
+
+
+def sweep_view(points: Sequence[SweepPoint]) -> RenderableType:
+    """A row for every pool and length, a column for every model-stage: `tp x pp x dp`, micro-batch, recomputation."""
+    names = list(dict.fromkeys(p.model_stage for x in points if x.best for p in x.best.plan.placements))
+    table = _table("tp x pp x dp, micro-batch, rc: recomputation")
+    _columns(table, [], ["GPUs", "length", "step"])
+    for name in names:
+        table.add_column(str(name).replace("/", "/\n"), no_wrap=True)
+    for point in points:
+        if point.best is None:
+            table.add_row(str(point.gpus), f"{point.response_length:g}", "-", "does not fit")
+            continue
+        cells = [_cell(point.best.plan[name]) for name in names]
+        table.add_row(str(point.gpus), f"{point.response_length:g}", seconds(point.best.step_latency_s), *cells)
+    return table
+
+
+def _cell(p: Placement) -> str:
+    return f"{p.layout.tp}x{p.layout.pp}x{p.dp}\nmb{p.micro_batch}{' rc' if p.recompute else ''}"

@@ -20,17 +20,17 @@ from typing import Any
 
 from rich.console import Console
 
-from nereus.cli.config import dump_job, load_job
+from nereus.api.job_file import dump_job, load_job
+from nereus.api.machine import cache_folder, device_memory_bytes, device_type_of
 from nereus.cli.failure import RunFailed
 from nereus.cli.start import Start, fresh, resumed
 from nereus.core.errors import PlanError, StateError, UserError
 from nereus.core.events import CheckpointWritten, Event, RunFinished, RunStarted, TransitionFinished
-from nereus.core.job import Job, PlannedChange
+from nereus.core.job import Job
 from nereus.runtime.files import write_atomically
 from nereus.telemetry.folder import RunFolder, check_is_run, read_events
 from nereus.telemetry.progress import Progress, first_and_last
 
-CPU_MEMORY_BYTES = 4 * 2.0**30
 LEDGER, ROLLOUTS = "ledger.jsonl", "rollouts"
 
 
@@ -65,7 +65,6 @@ def run_job(request: RunRequest, console: Console) -> dict[str, Any]:
             start = fresh(request.job, request.overrides, static=request.static)
         else:
             raise UserError("a job file is needed: nereus run JOB.yaml, or nereus run --resume RUN")
-        changes = start.changes
         # torch and transformers take seconds to import: not before the job itself is known to be right.
         from nereus.rl.setup import prepare
         from nereus.runtime.cluster import WorkerDied, WorkerFailed
@@ -73,7 +72,7 @@ def run_job(request: RunRequest, console: Console) -> dict[str, Any]:
         device_type = device_type_of(start.job)
         with console.status(f"checking {start.job.name}: models, task, plans"):  # on a terminal only
             prepared = prepare(start.job, cache_folder())
-            _check(request, start, changes, prepared, _memory_bytes(start.job, device_type))
+            _check(request, start, prepared, device_type)
         if folder is None:
             folder = stack.enter_context(_new_folder(start.job))
         else:
@@ -81,23 +80,22 @@ def run_job(request: RunRequest, console: Console) -> dict[str, Any]:
             job = load_job(folder.job_path, request.overrides) if request.static else start.job
             write_atomically(folder.job_path, dump_job(job))
         try:
-            return _run(request, start, changes, prepared, folder, device_type, console)
+            return _run(request, start, prepared, folder, device_type, console)
         except (KeyboardInterrupt, OSError, StateError, WorkerDied, WorkerFailed) as error:
             raise _failed(error, folder) from error
 
 
-def _check(
-    request: RunRequest, start: Start, changes: Sequence[PlannedChange], prepared: Any, memory_bytes: float
-) -> None:
+def _check(request: RunRequest, start: Start, prepared: Any, device_type: str) -> None:
     """What can be known to be wrong before anything starts, beyond the models and the task."""
     from nereus.rl.rollouts import check_recorded
     from nereus.rl.setup import check_layouts, check_restored
 
     job = start.job
-    plans = {"plan": start.plan, **{f"changes: step {change.step}": change.plan for change in changes}}
-    for where, plan in plans.items():
+    plans = {"plan": (start.plan, start.devices)}
+    plans |= {f"changes: step {change.step}": (change.plan, change.devices) for change in start.changes}
+    for where, (plan, devices) in plans.items():
         try:
-            check_layouts(prepared, plan, memory_bytes)
+            check_layouts(prepared, plan, device_memory_bytes(job, device_type, len(devices)))
         except PlanError as error:
             raise PlanError(f"{where}: {error}") from error
     check_restored(prepared, start.sources)
@@ -118,7 +116,6 @@ def _check(
 def _run(
     request: RunRequest,
     start: Start,
-    changes: Sequence[PlannedChange],
     prepared: Any,
     folder: RunFolder,
     device_type: str,
@@ -149,6 +146,8 @@ def _run(
                 plan=start.plan,
             )
         )
+        for choice in start.chosen:
+            emit(choice)
         cluster = LocalCluster(
             PROGRAM,
             (prepared.architectures,),
@@ -196,7 +195,7 @@ def _run(
             fleet=fleet,
             ledger=ledger,
             emit=emit,
-            changes=changes,
+            changes=start.changes,
             generator=Replay(request.replay / ROLLOUTS) if request.replay is not None else None,
             rollout_folder=folder.path / ROLLOUTS if job.run.record_rollouts else None,
             stop=stop,
@@ -300,34 +299,6 @@ def _new_folder(job: Job) -> RunFolder:
     names = itertools.chain([stem], (f"{stem}-{i}" for i in itertools.count(2)))
     path = next(path for name in names if not (path := Path(job.run.folder) / name).exists())
     return RunFolder.create(path, job=dump_job(job), clock=time.time)
-
-
-def cache_folder() -> Path:
-    """Where converted models are kept: $NEREUS_CACHE, or nereus under the user's cache folder."""
-    default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nereus"
-    return Path(os.environ.get("NEREUS_CACHE") or default)
-
-
-def device_type_of(job: Job) -> str:
-    """ "cuda" where the job wants it and the machine has as many, else "cpu". Raises UserError."""
-    import torch
-
-    found = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    most = max([job.cluster.devices, *(c.devices or 0 for c in job.changes)])
-    if job.cluster.device == "cuda" and found < most:
-        raise UserError(f"cluster.device: cuda needs {most} GPUs, this machine has {found}; cpu needs none")
-    return "cuda" if job.cluster.device != "cpu" and found >= most else "cpu"
-
-
-def _memory_bytes(job: Job, device_type: str) -> float:
-    """What each device may hold."""
-    if job.cluster.memory_gib is not None:
-        return job.cluster.memory_gib * 2**30
-    if device_type == "cpu":
-        return CPU_MEMORY_BYTES
-    import torch
-
-    return float(torch.cuda.get_device_properties(0).total_memory)
 
 
 def _listeners(

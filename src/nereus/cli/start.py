@@ -10,9 +10,12 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from nereus.cli.config import load_job, override_paths
+from nereus.api.job_file import load_job, override_paths
+from nereus.api.jobs import AutoPlanner
 from nereus.core.errors import PlanError, UserError
+from nereus.core.events import PlanChosen
 from nereus.core.job import (
+    AutoPlan,
     Job,
     PlacementSection,
     PlannedChange,
@@ -22,7 +25,7 @@ from nereus.core.job import (
     resolve_plan,
 )
 from nereus.core.plan import Plan
-from nereus.telemetry.folder import JOB
+from nereus.telemetry.folder import JOB, read_events
 
 FIXED = ("algorithm.name", "batch.prompts", "batch.samples_per_prompt", "batch.epochs", "task")
 """What a resumed run cannot change: it decides which samples a step trains on, and so what the ledger means."""
@@ -30,27 +33,30 @@ FIXED = ("algorithm.name", "batch.prompts", "batch.samples_per_prompt", "batch.e
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """Where a run begins. sources: of the trained model-stages, where not from the job's models; digest: of these."""
+    """Where a run begins. sources: of the trained model-stages, where not from the job's models; digest: of these.
+
+    chosen: what the planner chose for `auto` in it, now.
+    """
 
     job: Job
     plan: Plan
     devices: tuple[int, ...]
+    changes: tuple[PlannedChange, ...] = ()
+    chosen: tuple[PlanChosen, ...] = ()
     first_step: int = 0
     ledger_bytes: int = 0
     sources: Mapping[Any, Any] = dataclasses.field(default_factory=dict)
     digest: str = ""
 
-    @property
-    def changes(self) -> list[PlannedChange]:
-        return planned_changes(self.job, self.plan, self.devices, after=self.first_step - 1)
-
 
 def fresh(path: Path, overrides: Sequence[str], *, static: bool) -> Start:
     """Step 0 of a job file. Raises UserError."""
     job = _without_changes(load_job(path, overrides), static)
+    auto, devices = AutoPlanner(job), tuple(range(job.cluster.devices))
     with _naming_the_field():
-        plan = initial_plan(job)
-    return Start(job=job, plan=plan, devices=tuple(range(job.cluster.devices)))
+        plan = initial_plan(job, auto)
+    changes = planned_changes(job, plan, devices, auto=auto)
+    return Start(job=job, plan=plan, devices=devices, changes=changes, chosen=tuple(auto.chosen))
 
 
 def resumed(run: Path, overrides: Sequence[str], *, static: bool) -> Start:
@@ -68,16 +74,25 @@ def resumed(run: Path, overrides: Sequence[str], *, static: bool) -> Start:
             f"run {run} has trained its {restored.step} steps; to go on, ask for more, as in "
             f"nereus run --resume {run} --set steps={restored.step + 10}"
         )
-    plan, devices = _plan_to_resume(job, overrides, restored.plan, restored.devices)
+    auto = AutoPlanner(job, _recorded(run))
+    plan, devices = _plan_to_resume(job, overrides, restored.plan, restored.devices, auto=auto, step=restored.step)
     return Start(
         job=job,
         plan=plan,
         devices=devices,
+        changes=planned_changes(job, plan, devices, auto=auto, after=restored.step - 1),
+        chosen=tuple(auto.chosen),
         first_step=restored.step,
         ledger_bytes=restored.ledger_bytes,
         sources=restored.sources,
         digest=restored.digest,
     )
+
+
+def _recorded(run: Path) -> dict[tuple[int, tuple[int, ...]], Plan]:
+    """What the planner chose earlier in a run: it goes on with that, whatever the machine measures now."""
+    events = [record.event for record in read_events(run)]
+    return {(e.step, e.devices): e.plan for e in events if isinstance(e, PlanChosen)}
 
 
 def _without_changes(job: Job, static: bool) -> Job:
@@ -93,7 +108,7 @@ def _check_same_samples(before: Job, now: Job) -> None:
 
 
 def _plan_to_resume(
-    job: Job, overrides: Sequence[str], plan: Plan, devices: tuple[int, ...]
+    job: Job, overrides: Sequence[str], plan: Plan, devices: tuple[int, ...], *, auto: AutoPlan, step: int
 ) -> tuple[Plan, tuple[int, ...]]:
     """What the overrides ask for works as a change of plan does: what they do not name stays as it was."""
     asked = override_paths(overrides)
@@ -107,7 +122,7 @@ def _plan_to_resume(
     elif pool_asked:
         section = "auto"
     with _naming_the_field():
-        return resolve_plan(job, section, pool, plan), pool
+        return resolve_plan(job, section, pool, plan, auto=auto, step=step), pool
 
 
 def _parts_of_plan(

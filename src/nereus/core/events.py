@@ -45,6 +45,21 @@ class RunStarted(_Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PlanChosen(_Event):
+    """What `plan: auto` stands for from `step` on, on these devices: the planner's choice. A resume goes by it.
+
+    step_s, stage_s: predicted. why: in words, what else there was.
+    """
+
+    step: int
+    devices: tuple[int, ...]
+    plan: Plan
+    step_s: float
+    stage_s: Mapping[str, float]
+    why: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StageStarted(_Event):
     """The loop enters a stage of a step: generation, inference, training, transition, weight_sync, checkpoint."""
 
@@ -129,4 +144,4 @@ class RunFinished(_Event):
     interrupted: bool
 
 
-Event = RunStarted | StageStarted | StepFinished | TransitionFinished | CheckpointWritten | RunFinished
+Event = RunStarted | PlanChosen | StageStarted | StepFinished | TransitionFinished | CheckpointWritten | RunFinished

@@ -3,8 +3,9 @@ learned (`nereus.cost.calibration`)."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from nereus.core.errors import UserError
 
@@ -87,8 +88,6 @@ DEVICES: Mapping[str, DeviceKind] = {
         _device("H20", 148, 44, 95.6, 4000, float8=296),
         # AMD Instinct MI250X data sheet, one of its two dies (GCD)
         _device("MI250X-GCD", 191.5, 23.95, 64, 1638),
-        # One core of a server CPU; a stand-in until measured at start (`cpu_device`)
-        _device("cpu", 0.05, 0.05, 4, 10),
     )
 }
 
@@ -121,12 +120,13 @@ def device_kind(name: str) -> DeviceKind:
 
 
 def cluster_of(device: str | DeviceKind, num_gpus: int, gpus_per_node: int | None = None) -> ClusterShape:
-    """`num_gpus` of a device in nodes and with links as its usual machine has them.
+    """`num_gpus` of a device in nodes and with links as its usual machine has them; CPU devices are all in one.
 
     A pool that does not fill its last node counts it whole. Raises UserError for an unknown device.
     """
     kind = device if isinstance(device, DeviceKind) else device_kind(device)
     intra, inter, usual = _LINKS.get(kind.name, _LINKS["cpu"])
+    usual = max(num_gpus, 1) if kind.name == "cpu" else usual
     per_node = min(gpus_per_node or usual, max(num_gpus, 1))
     return ClusterShape(
         device=kind,
@@ -135,6 +135,44 @@ def cluster_of(device: str | DeviceKind, num_gpus: int, gpus_per_node: int | Non
         intra_node=Link(bandwidth_bytes_s=intra * GB, latency_s=50e-6 if kind.name == "cpu" else 4e-6),
         inter_node=Link(bandwidth_bytes_s=inter * GB, latency_s=100e-6 if kind.name == "cpu" else 12e-6),
     )
+
+
+def reported_device(name: str, memory_bytes: int) -> tuple[DeviceKind, str]:
+    """The kind of a GPU by what its driver says of it ("NVIDIA A100-SXM4-80GB"), with the memory that it reports.
+
+    Where it is not in the table a kindred one stands in, and a line says which; "" otherwise.
+    """
+    words = re.split(r"[ -]+", re.sub(r"^(NVIDIA|AMD|Instinct|Tesla| )+", "", name))
+    family = [kind for kind in DEVICES.values() if kind.name.split("-")[0] == words[0]]
+    nearest = min(family or [DEVICES[STAND_IN]], key=lambda kind: abs(kind.memory_bytes - memory_bytes))
+    kind = replace(nearest, memory_bytes=memory_bytes)
+    if family and not {"PCIe", "PCIE", "NVL"} & set(words):
+        return kind, ""
+    return kind, f"the peaks of {name!r} are not known: planned with those of {nearest.name} and its own memory"
+
+
+STAND_IN = "A100-80GB"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CpuHost:
+    """A machine whose devices are processes of one core, as measured.
+
+    flops: float32 FLOP/s of one core alone. memory_bandwidth_bytes_s: of one core alone. memory_bytes: what all devices
+    may hold together.
+    """
+
+    cores: int
+    flops: float
+    memory_bandwidth_bytes_s: float
+    memory_bytes: int
+
+    def device(self, num_devices: int) -> DeviceKind:
+        """One of `num_devices`: they share the memory, and the cores where there are more devices than cores."""
+        share = min(1.0, self.cores / num_devices)
+        return cpu_device(
+            self.flops * share, self.memory_bandwidth_bytes_s * share, self.memory_bytes // max(num_devices, 1)
+        )
 
 
 def cpu_device(flops: float, bandwidth_bytes_s: float, memory_bytes: int) -> DeviceKind:

@@ -6,7 +6,7 @@ validates YAML against them and prints them with `nereus run --fields`; nothing 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
@@ -15,7 +15,7 @@ from typing_extensions import Doc
 
 from nereus.core.errors import PlanError, UserError
 from nereus.core.graph import job_graph, model_stages
-from nereus.core.plan import Layout, ModelStage, Placement, Plan, largest_divisor
+from nereus.core.plan import Layout, ModelStage, Placement, Plan
 
 FORBID_UNKNOWN = {"extra": "forbid"}
 
@@ -111,7 +111,9 @@ class OptimizerSection:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterSection:
     devices: Annotated[int, Ge(1), Doc("Devices at the start.")]
-    memory_gib: Annotated[float | None, Gt(0), Doc("Memory of each device; null: a GPU's own, 4 for cpu.")] = None
+    memory_gib: Annotated[
+        float | None, Gt(0), Doc("Memory of each device; null: a GPU's own, for cpu its share of what is free.")
+    ] = None
     device: Annotated[
         Literal["auto", "cpu", "cuda"], Doc("cpu: a process of one core over Gloo; cuda: a GPU over NCCL.")
     ] = "auto"
@@ -174,7 +176,7 @@ class Job:
     optimizer: Annotated[OptimizerSection, Doc("AdamW.")]
     cluster: Annotated[ClusterSection, Doc("The devices.")]
     plan: Annotated[
-        PlanSection, Doc("auto, or MODEL/STAGE: placement; the name `all` stands for those that are not named.")
+        PlanSection, Doc("auto: the planner's; or MODEL/STAGE: placement, `all` for those that are not named.")
     ] = "auto"
     changes: Annotated[Sequence[ChangeSection], Doc("Changes of plan and pool at given steps.")] = ()
     run: Annotated[RunSection, Doc("What a run leaves behind.")] = field(default_factory=RunSection)
@@ -211,12 +213,18 @@ class PlannedChange:
     plan: Plan
 
 
-def initial_plan(job: Job) -> Plan:
+AutoPlan = Callable[[int, Sequence[int], Plan | None], Plan]
+"""What `auto` stands for: (the step from which it counts, the pool, the plan before) -> plan. Raises PlanError."""
+
+
+def initial_plan(job: Job, auto: AutoPlan) -> Plan:
     """The plan of step 0. Raises PlanError."""
-    return resolve_plan(job, job.plan, range(job.cluster.devices), None)
+    return resolve_plan(job, job.plan, range(job.cluster.devices), None, auto=auto)
 
 
-def planned_changes(job: Job, plan: Plan, pool: Sequence[int], after: int = 0) -> list[PlannedChange]:
+def planned_changes(
+    job: Job, plan: Plan, pool: Sequence[int], *, auto: AutoPlan, after: int = 0
+) -> tuple[PlannedChange, ...]:
     """The changes after step `after` in order, each on top of the one before, the first on top of `plan` and `pool`.
 
     Raises PlanError naming the step.
@@ -234,20 +242,22 @@ def planned_changes(job: Job, plan: Plan, pool: Sequence[int], after: int = 0) -
                 raise PlanError(f"changes: step {change.step}: neither devices nor plan is given")
             section = "auto"
         try:
-            plan = resolve_plan(job, section, pool, plan)
+            plan = resolve_plan(job, section, pool, plan, auto=auto, step=change.step)
         except PlanError as error:
             raise PlanError(f"changes: step {change.step}: {error}") from error
         found.append(PlannedChange(change.step, pool, plan))
-    return found
+    return tuple(found)
 
 
-def resolve_plan(job: Job, section: PlanSection, pool: Sequence[int], current: Plan | None) -> Plan:
+def resolve_plan(
+    job: Job, section: PlanSection, pool: Sequence[int], current: Plan | None, *, auto: AutoPlan, step: int = 0
+) -> Plan:
     """Placements for all model-stages of a job on a pool; those not named keep their current one.
 
     Raises PlanError when one is missing, unknown, or needs more devices than the pool has.
     """
     if section == "auto":
-        return automatic_plan(job, pool)
+        return auto(step, tuple(pool), current)
     names = {str(m): m for m in job.model_stages}
     for key in section:
         if key != "all" and key not in names:
@@ -300,10 +310,3 @@ def check_plan(job: Job, plan: Plan, pool: Sequence[int]) -> None:
                 f"{placement.model_stage}: dp={placement.dp} does not divide the {sequences} sequences of {what}; "
                 f"possible are {[d for d in range(1, sequences + 1) if sequences % d == 0]}"
             )
-
-
-def automatic_plan(job: Job, pool: Sequence[int]) -> Plan:
-    """A simple valid plan: every model-stage whole on each device, as many replicas as the batch allows."""
-    numbers = [job.batch.sequences, job.batch.mini_batch]
-    dp = largest_divisor(numbers, len(pool))
-    return Plan(tuple(_placement(m, PlacementSection(dp=dp), pool) for m in job.model_stages))

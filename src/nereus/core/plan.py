@@ -10,7 +10,7 @@ Rank order inside a placement is tp fastest, then pp, then dp, so that a unit's 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -197,8 +197,3 @@ class Plan:
 def split_evenly(total: int, parts: int) -> list[range]:
     """Cut `range(total)` into `parts` contiguous ranges whose lengths differ by at most one."""
     return [range(total * i // parts, total * (i + 1) // parts) for i in range(parts)]
-
-
-def largest_divisor(numbers: Sequence[int], limit: int) -> int:
-    """The largest d <= limit that divides all the numbers."""
-    return max(d for d in range(1, limit + 1) if all(n % d == 0 for n in numbers))

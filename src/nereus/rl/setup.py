@@ -141,24 +141,30 @@ def check_restored(prepared: Prepared, sources: Mapping[ModelStage, Source]) -> 
 
 
 def check_layouts(prepared: Prepared, plan: Plan, memory_bytes: float) -> None:
-    """Raise PlanError for a layout that its model cannot have, or a device that cannot hold its resident state."""
+    """Raise PlanError for a layout that its model cannot have, or a device that cannot hold its state.
+
+    Model-stages are updated one after another, and an update clears its gradients: the largest on a device count.
+    """
     resident: dict[int, int] = {}
+    gradients: dict[int, int] = {}
     for placement in plan.placements:
         name = placement.model_stage
+        architecture, spec = prepared.architectures[name], prepared.specs[name]
         try:
-            prepared.architectures[name].check(placement.layout)
+            architecture.check(placement.layout)
         except PlanError as error:
             raise PlanError(f"{name}: {error}") from error
-        spec = prepared.specs[name]
-        gradients = prepared.architectures[name].parameters if name.stage == "training" else None
         for gpu, holding in spec.holdings(placement).items():
             resident[gpu] = resident.get(gpu, 0) + spec.holding_bytes(holding)
-        for gpu, holding in gradients.holdings(placement).items() if gradients else ():
-            resident[gpu] += gradients.holding_bytes(holding) if gradients else 0
+        if name.stage == "training":
+            for gpu, holding in architecture.parameters.holdings(placement).items():
+                size = architecture.parameters.holding_bytes(holding)
+                gradients[gpu] = max(gradients.get(gpu, 0), size)
     for gpu, num_bytes in sorted(resident.items()):
-        if num_bytes > memory_bytes:
+        total = num_bytes + gradients.get(gpu, 0)
+        if total > memory_bytes:
             raise PlanError(
-                f"device {gpu} would hold {num_bytes / 2**30:.3g} GiB of parameters, gradients and optimizer state, "
+                f"device {gpu} would hold {total / 2**30:.3g} GiB of parameters, gradients and optimizer state, "
                 f"which is more than its cluster.memory_gib: {memory_bytes / 2**30:.3g}"
             )
 

@@ -22,6 +22,7 @@ from rich.text import Text
 from nereus.core.events import (
     CheckpointWritten,
     Event,
+    PlanChosen,
     RunFinished,
     RunStarted,
     StepFinished,
@@ -102,6 +103,8 @@ class PlainView:
         match event:
             case RunStarted():
                 return [describe.start(event), *(f"  {describe.placement(p)}" for p in event.plan.placements)]
+            case PlanChosen():
+                return [describe.chosen(event)]
             case StepFinished():
                 return [describe.step(event, self._progress, now_s), *_warnings(self._progress)]
             case TransitionFinished():
@@ -147,6 +150,8 @@ class LiveView:
         now_s = self._clock()
         self._progress = self._progress.after(event, now_s)
         match event:
+            case PlanChosen():
+                self._announce([describe.chosen(event)])
             case StepFinished():
                 self._announce(_warnings(self._progress), "yellow")
             case TransitionFinished():

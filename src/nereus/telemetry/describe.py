@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 from pathlib import Path
 
-from nereus.core.events import CheckpointWritten, RunStarted, StepFinished, TransitionFinished
+from nereus.core.events import CheckpointWritten, PlanChosen, RunStarted, StepFinished, TransitionFinished
 from nereus.core.plan import Placement, Plan
 from nereus.telemetry.progress import Progress, first_and_last, stage_seconds, total_seconds
 
@@ -80,6 +80,18 @@ def start(run: RunStarted) -> str:
         f"{run.job}, run {run.run}: {run.algorithm}, {run.num_steps} steps on "
         f"{len(run.devices)} devices ({ranges(run.devices)}){resumed}"
     )
+
+
+def chosen(event: PlanChosen) -> str:
+    """What the planner chose, in one line: model-stages that are placed alike together."""
+    alike: dict[str, list[str]] = {}
+    for p in event.plan.placements:
+        words = f"{_layout(p)} mb{p.micro_batch}{' recompute' if p.recompute else ''} on {ranges(p.gpus)}"
+        alike.setdefault(words, []).append(str(p.model_stage))
+    plan = "; ".join(f"{', '.join(names)} {words}" for words, names in alike.items())
+    when = f"step {event.step}: " if event.step else ""
+    stages = ", ".join(f"{stage} {seconds(s)}" for stage, s in event.stage_s.items())
+    return f"{when}plan: auto chose {plan}; predicted {seconds(event.step_s)} s a step ({stages}); {event.why}"
 
 
 def step(event: StepFinished, progress: Progress, now_s: float) -> str:

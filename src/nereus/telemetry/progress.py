@@ -10,6 +10,7 @@ from statistics import fmean, median
 from nereus.core.events import (
     CheckpointWritten,
     Event,
+    PlanChosen,
     RunFinished,
     RunStarted,
     StageStarted,
@@ -56,6 +57,8 @@ class Progress:
                     started_s=now_s,
                     step_ended_s=now_s,
                 )
+            case PlanChosen():
+                return self
             case StageStarted():
                 return replace(self, stage=event)
             case StepFinished():

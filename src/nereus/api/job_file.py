@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
-from nereus.cli.schema import alternatives, bare, expected, inside, is_section, members
+from nereus.api.schema import alternatives, bare, expected, inside, is_section, members
 from nereus.core.errors import UserError
 from nereus.core.job import Job
 
@@ -23,11 +23,12 @@ _ADAPTER: TypeAdapter[Job] = TypeAdapter(Job)
 TreePath = tuple[str | int, ...]
 
 
-def load_job(path: Path, overrides: Sequence[str] = ()) -> Job:
+def load_job(path: str | Path, overrides: Sequence[str] = ()) -> Job:
     """Read a job file (or the job.yaml of a folder), apply `a.b=value` overrides, make model paths absolute.
 
     Raises UserError in one line that names the file, the field, the bad value and what would be right.
     """
+    path = Path(path)
     file = path / "job.yaml" if path.is_dir() else path
     try:
         text = file.read_text(encoding="utf-8")

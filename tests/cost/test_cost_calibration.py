@@ -9,12 +9,12 @@ import pytest
 
 from nereus.core.errors import UserError
 from nereus.core.inventory import cluster_of
-from nereus.core.plan import ACTOR_TRAINING
+from nereus.core.plan import ACTOR_GENERATION, ACTOR_TRAINING, CRITIC_TRAINING, REFERENCE_INFERENCE, ModelStage
 from nereus.core.shapes import ModelShape
 from nereus.core.workload import Workload
-from nereus.cost.calibration import MEMORY_KINDS, PRIORS, Calibration, MemoryObservation, Observation
+from nereus.cost.calibration import MEMORY_KINDS, PRIORS, Calibration, MemoryObservation, Observation, _slopes
 from nereus.cost.model import CostModel
-from nereus.cost.work import CLASSES
+from nereus.cost.work import CLASSES, joined
 
 PLANTED = {
     "gemm": 0.72,
@@ -110,6 +110,34 @@ def test_one_straggler_alone_does_not_move_what_is_known() -> None:
     assert moved.efficiency("gemm") == pytest.approx(known.efficiency("gemm"), rel=0.05)
 
 
+def test_gradient_sums_under_a_backward_pass_are_told_from_those_after_it() -> None:
+    rng = np.random.default_rng(3)
+    names = ("gemm", "launch", "gradient_reduce/intra", "optimizer")
+    work = np.zeros((300, len(CLASSES)))
+    for name in names:
+        work[:, CLASSES.index(name)] = rng.uniform(0.01, 0.3, 300)
+    overlap = np.where(rng.random(300) < 0.5, rng.uniform(0.05, 0.7, 300), 0.0)
+    seconds = TRUTH.seconds(work.T, overlap) * np.exp(0.02 * rng.standard_normal(300))
+    found = Calibration().fit_arrays(work, seconds, overlap)
+    for name in names[:3]:
+        assert found.efficiency(name) == pytest.approx(PLANTED[name], rel=0.05), name
+    blind = Calibration().fit_arrays(work, seconds)
+    assert blind.error is not None and found.error is not None and found.error.mean < blind.error.mean / 2
+
+
+def test_slopes_are_those_of_the_predicted_seconds() -> None:
+    rng = np.random.default_rng(0)
+    parts, overlap, step = rng.uniform(0.1, 1, (4, 50)), rng.uniform(0, 1, 50), 1e-6
+    for part, slope in enumerate(_slopes(parts, overlap)):
+        moved = parts.copy()
+        moved[part] += step
+        np.testing.assert_allclose(
+            slope, (joined(moved, overlap) - joined(parts, overlap)) / step, rtol=1e-4, atol=1e-6
+        )
+    nothing_but_gradients = np.array([[0.0], [0.0], [1.0], [0.0]])
+    assert np.isfinite(_slopes(nothing_but_gradients, np.zeros(1))).all()
+
+
 def test_a_lasting_change_is_followed() -> None:
     known = Calibration().updated([Observation(work={"all_reduce/inter": 0.1}, seconds=0.2)] * 200)
     for _ in range(3):
@@ -133,13 +161,21 @@ def test_memory_scales_come_back_from_peaks() -> None:
     assert found.memory_scale("resident") == 1
 
 
-def test_corrected_memory_is_never_below_what_is_resident() -> None:
-    tiny = Calibration(log_memory=dict.fromkeys(MEMORY_KINDS, -20.0))
+@pytest.mark.parametrize("stage", [ACTOR_GENERATION, REFERENCE_INFERENCE, ACTOR_TRAINING, CRITIC_TRAINING], ids=str)
+@pytest.mark.parametrize("log_scale", [-20.0, 0.0, 3.0])
+def test_memory_of_a_plan_is_never_below_what_is_resident(stage: ModelStage, log_scale: float) -> None:
+    """Whatever was learned: an error in the scales of working sets may not make a plan look smaller than its state."""
+    learned = Calibration(log_memory=dict.fromkeys(MEMORY_KINDS, log_scale))
     load = Workload(prompts=64, prompt_length=256, response_length=512)
-    shape = ModelShape.named("Qwen2.5-7B")
-    model = CostModel({"actor": shape, "reference": shape}, cluster_of("H100", 8), load, "grpo", False, tiny)
-    table = model.table(ACTOR_TRAINING, max_gpus=8)
+    shapes = dict.fromkeys(("actor", "critic", "reference"), ModelShape.named("Qwen2.5-7B"))
+    model = CostModel(shapes, cluster_of("H100", 8), load, "ppo", False, learned)
+    table = model.table(stage, max_gpus=8)
     assert (table.working_bytes >= 0).all() and (table.resident_bytes > 0).all()
+    for row in range(0, len(table), 7):
+        candidate = table.candidate(row)
+        params = shapes["actor"].layer_matmul_params * shapes["actor"].num_layers / candidate.layout.size
+        state = params * (14 if stage.stage == "training" else 2)
+        assert sum(model.memory(candidate).values()) >= table.resident_bytes[row] >= state * 0.99
 
 
 def test_usable_memory_separates_what_failed() -> None:

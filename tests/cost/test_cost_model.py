@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from nereus.core.errors import UserError
-from nereus.core.inventory import GIB, cluster_of
+from nereus.core.inventory import GIB, cluster_of, cpu_device
 from nereus.core.plan import (
     ACTOR_GENERATION,
     ACTOR_TRAINING,
@@ -149,7 +149,8 @@ def test_seconds_of_a_class_are_linear_in_its_inverse_efficiency() -> None:
 
 
 def test_a_cpu_has_no_workspace() -> None:
-    cost = CostModel({"actor": SHAPE, "reference": SHAPE}, cluster_of("cpu", 8), LOAD, "grpo", False)
+    cluster = cluster_of(cpu_device(5e10, 1e10, 4 * GIB), 8)
+    cost = CostModel({"actor": SHAPE, "reference": SHAPE}, cluster, LOAD, "grpo", False)
     candidate = Candidate(model_stage=ACTOR_TRAINING, layout=Layout(1, 1), dp=1, micro_batch=1)
     assert cost.memory(candidate)["workspace"] == 0
     assert sum(cost.memory(candidate).values()) > 100 * GIB

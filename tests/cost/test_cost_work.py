@@ -91,5 +91,41 @@ def test_host_time_hides_under_device_time() -> None:
     assert 1 < w.overlapped(1.0, 1.0) < 1.2
 
 
+def test_nothing_hides_gradient_sums_and_the_optimizer_unless_they_overlap() -> None:
+    passes, gradients, optimizer = 2.0, 0.5, 0.25
+    parts = np.array([passes, 0.0, gradients, optimizer])
+    assert w.joined(parts) == passes + gradients + optimizer
+    hidden = w.joined(parts, 2 / 3)  # a last backward pass of 4/3 covers them
+    assert passes + optimizer < hidden < passes + optimizer + 0.01
+    short = w.joined(parts, 0.1)  # one of 0.2 does not
+    assert short == pytest.approx(passes + gradients + optimizer - 0.2, rel=1e-3)
+
+
+@pytest.mark.parametrize("overlap", [0.0, 0.05, 0.3, 0.67])
+def test_overlap_only_ever_helps_and_never_more_than_the_shorter_of_the_two(overlap: float) -> None:
+    rng = np.random.default_rng(0)
+    parts = rng.uniform(0, 1, (4, 200))
+    alone, beside = w.joined(parts), w.joined(parts, overlap)
+    gain = alone - beside
+    passes = w.overlapped(parts[0], parts[1])
+    assert (gain >= -1e-12).all() and (gain <= np.minimum(passes * overlap, parts[2]) + 1e-12).all()
+
+
+def test_products_move_their_operands_and_results() -> None:
+    tokens, tp = 4096, 4
+    found = w.layer_forward(SHAPE, MACHINE, tokens=tokens, keys=1, tp=tp)[w.WEIGHTS] * MACHINE.memory_bandwidth_bytes_s
+    h, q, kv, i = SHAPE.hidden, SHAPE.q_width, SHAPE.kv_width, SHAPE.intermediate
+    products = [(h, (q + 2 * kv) / tp), (q / tp, h), (h, 2 * i / tp), (i / tp, h)]  # columns in, columns out
+    assert found == pytest.approx(2 * sum(a * b + tokens * (a + b) for a, b in products))
+
+
+def test_a_slow_host_takes_longer_the_more_tp_ranks_there_are() -> None:
+    def launches(tp: int, slow_host: bool) -> np.ndarray:
+        return w.launches(MACHINE, passes=2, num_layers=8, tp=tp, pp=1, dp=2, micro_batches=4, slow_host=slow_host)
+
+    assert launches(8, False)[w.LAUNCH_TP] == launches(1, True)[w.LAUNCH_TP] == 0
+    assert launches(8, True)[w.LAUNCH_TP] == 2 * launches(4, True)[w.LAUNCH_TP] == 8 * launches(8, True)[w.LAUNCH]
+
+
 def test_classes_are_named_once() -> None:
     assert len(set(CLASSES)) == len(CLASSES) == len(w.INDEX)

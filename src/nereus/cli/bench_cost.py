@@ -106,6 +106,7 @@ class _Source:
 
     runs: list[TrainingRun]
     work: Array
+    overlap: Array
     memory: Array
     measured_s: Array
     measured_bytes: Array
@@ -123,6 +124,7 @@ class _Source:
         return cls(
             runs=runs,
             work=step_work(runs),
+            overlap=np.array([run.gradient_overlap for run in runs]),
             memory=np.stack([step_memory(run) for run in runs]),
             measured_s=np.array([run.step_s or 0.0 for run in runs]),
             measured_bytes=np.array([(run.memory_gib or 0.0) * 2**30 for run in runs]),
@@ -138,6 +140,9 @@ class _Source:
         found = {"": pp > 0}
         if (pp[self.timed] == 1).any() and (pp[self.timed] > 1).any():
             found |= {"pp1": pp == 1, "pp_gt1": pp > 1}
+        second = np.array([run.second_series for run in self.runs])
+        if second.any():
+            found["first series"] = ~second
         return found
 
     def halves(self, key: Callable[[TrainingRun], Hashable]) -> npt.NDArray[np.int64]:
@@ -159,15 +164,17 @@ class _Source:
             source=self,
             fit=half == fold,
             judged_settings=setting_half != fold,
-            predicted_s=calibration.seconds(self.work.T),
-            predicted_by_setting_s=by_setting.seconds(self.work.T),
+            predicted_s=calibration.seconds(self.work.T, self.overlap),
+            predicted_by_setting_s=by_setting.seconds(self.work.T, self.overlap),
             predicted_bytes=share * self.capacity,
             predicted_out_of_memory=share > calibration.usable_memory,
         )
 
     def _time_fit(self, chosen: Mask) -> Calibration:
         rows = chosen & self.timed
-        return Calibration().fit_arrays(self.work[rows], self.measured_s[rows]) if rows.any() else Calibration()
+        if not rows.any():
+            return Calibration()
+        return Calibration().fit_arrays(self.work[rows], self.measured_s[rows], self.overlap[rows])
 
 
 def setting_of(run: TrainingRun) -> Hashable:
@@ -227,13 +234,14 @@ class _Judged:
             rows for rows in settings.values() if len({_choice(self.source.runs[i]) for i in rows}) >= MIN_LAYOUTS
         ]
         judged = [rows for rows in enough if self.judged_settings[rows[0]]]
-        empty = dict.fromkeys(("regret_mean", "regret_p95", "within_5pct", "exact"), None)
+        empty = dict.fromkeys(("regret_mean", "regret_median", "regret_p95", "within_5pct", "exact"), None)
         if len(enough) < MIN_SETTINGS or not judged:
             return {"settings": len(judged), **empty}
         regrets = np.array([self._setting_regret(rows) for rows in judged])
         return {
             "settings": len(judged),
             "regret_mean": float(regrets.mean()),
+            "regret_median": float(np.median(regrets)),
             "regret_p95": float(np.percentile(regrets, 95)),
             "within_5pct": float((regrets <= 0.05).mean()),
             "exact": float((regrets <= 1e-9).mean()),
@@ -342,6 +350,7 @@ COLUMNS = {
     "mean": "mape",
     "median": "median_ape",
     "regret": "regret_mean",
+    "regr.med": "regret_median",
     "p95": "regret_p95",
     "in 5 %": "within_5pct",
     "oom": "oom_accuracy",
@@ -352,8 +361,8 @@ COLUMNS = {
 
 def table_lines(result: dict[str, Any]) -> Iterable[str]:
     """The summary as lines of text."""
-    yield f"{'':44}{'rows':>6}" + "".join(f"{title:>8}" for title in COLUMNS)
+    yield f"{'':44}{'rows':>6}" + "".join(f"{title:>9}" for title in COLUMNS)
     for name, figures in result["summary"].items():
         values = [figures[key] for key in COLUMNS.values()]
-        cells = "".join(f"{'-' if value is None else f'{value:.1%}':>8}" for value in values)
+        cells = "".join(f"{'-' if value is None else f'{value:.1%}':>9}" for value in values)
         yield f"{name:44}{figures['rows_test']:>6}{cells}"

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from nereus.core.errors import UserError
-from nereus.cost.work import CLASSES, DEVICE_AND_HOST, IS_HOST, OVERLAP_POWER, Array, Work, overlapped
+from nereus.cost.work import CLASSES, OVERLAP_POWER, PART, PARTS, Array, Work, joined, overlapped
 
 PRIORS: Mapping[str, tuple[float, float]] = {
     # class: (efficiency, standard deviation of its logarithm). Conservative: below what tuned kernels reach.
@@ -125,20 +125,19 @@ class Calibration:
         """1 / efficiency, [C]."""
         return np.exp([self._log_cost(name) for name in CLASSES])
 
-    def seconds(self, work: Work) -> Array:
-        """[C, ...] -> [...]."""
-        device, host = np.tensordot(DEVICE_AND_HOST * self.cost, work, axes=1)
-        found: Array = overlapped(device, host)
+    def seconds(self, work: Work, overlap: Any = 0.0) -> Array:
+        """[C, ...] -> [...]. overlap: see `work.joined`."""
+        found: Array = joined(np.tensordot(PARTS * self.cost, work, axes=1), overlap)
         return found
 
     def split(self, work: Work) -> tuple[float, Array]:
         """(seconds, seconds of each class [C]) of one task; of the host only what sticks out from under the device."""
         classes = self.cost * work
-        device, host = classes[~IS_HOST].sum(), classes[IS_HOST].sum()
-        seconds = float(overlapped(device, host))
+        parts = PARTS @ classes
+        device, host, _, _ = parts
         if host > 0:
-            classes[IS_HOST] *= (seconds - device) / host
-        return seconds, classes
+            classes[PART == 1] *= (overlapped(device, host) - device) / host
+        return float(joined(parts)), classes
 
     def _log_cost(self, name: str) -> float:
         return self.log_cost.get(name, -math.log(PRIORS[name][0]))
@@ -171,8 +170,9 @@ class Calibration:
         work = np.array([[row.work.get(name, 0.0) for name in CLASSES] for row in rows])
         return self.fit_arrays(work, np.array([row.seconds for row in rows]))
 
-    def fit_arrays(self, work: Array, seconds: Array) -> Calibration:
-        """`updated` for work [N, C] and measured seconds [N]."""
+    def fit_arrays(self, work: Array, seconds: Array, overlap: Array | None = None) -> Calibration:
+        """`updated` for work [N, C] and measured seconds [N]. overlap: of each row, see `work.joined`; none by default."""
+        overlap = np.zeros(len(seconds)) if overlap is None else overlap
         used = np.flatnonzero((work > 0).any(0))
         prior = np.array([self._log_cost(CLASSES[i]) for i in used])
         loosest = 1 / LOOSEST**2
@@ -180,18 +180,17 @@ class Calibration:
             [min(self.precision.get(CLASSES[i], 1 / PRIORS[CLASSES[i]][1] ** 2), max(loosest, _given(i))) for i in used]
         )
         found, gained = robust_fit(
-            work[:, used], seconds, prior=prior, precision=precision, grouped=IS_HOST[used], noise=NOISE
+            work[:, used], seconds, prior=prior, precision=precision, noise=NOISE, part=PART[used], overlap=overlap
         )
-        predicted = _predict(work[:, used], found, IS_HOST[used])
-        return replace(
+        fitted = replace(
             self,
             log_cost={**self.log_cost, **{CLASSES[i]: float(v) for i, v in zip(used, found, strict=True)}},
             precision={
                 **self.precision,
                 **{CLASSES[i]: float(p + g) for i, p, g in zip(used, precision, gained, strict=True)},
             },
-            error=fit_error(predicted, seconds),
         )
+        return replace(fitted, error=fit_error(fitted.seconds(work.T, overlap), seconds))
 
     def fit_memory(self, rows: Sequence[MemoryObservation]) -> Calibration:
         """Scales of the working kinds from measured peaks."""
@@ -208,13 +207,10 @@ class Calibration:
         names = np.flatnonzero((kinds > 0).any((0, 1)))
         prior = np.array([math.log(MEMORY_PRIORS[MEMORY_KINDS[i]][0]) for i in names])
         precision = np.array([1 / MEMORY_PRIORS[MEMORY_KINDS[i]][1] ** 2 for i in names])
-        none = np.zeros(len(names), dtype=bool)
         fitted = self
         for _ in range(3):
             fullest = np.take_along_axis(kinds, fitted.peak_bytes(kinds).argmax(1)[:, None, None], axis=1)[:, 0, names]
-            found, _gained = robust_fit(
-                fullest, peaks, prior=prior, precision=precision, grouped=none, noise=MEMORY_NOISE
-            )
+            found, _gained = robust_fit(fullest, peaks, prior=prior, precision=precision, noise=MEMORY_NOISE)
             fitted = replace(self, log_memory={MEMORY_KINDS[i]: float(v) for i, v in zip(names, found, strict=True)})
         return replace(fitted, memory_error=fit_error(fitted.peak_bytes(kinds).max(1), peaks))
 
@@ -265,7 +261,14 @@ def fit_error(predicted: Array, measured: Array) -> FitError:
 
 
 def robust_fit(
-    work: Array, measured: Array, *, prior: Array, precision: Array, grouped: npt.NDArray[np.bool_], noise: float
+    work: Array,
+    measured: Array,
+    *,
+    prior: Array,
+    precision: Array,
+    noise: float,
+    part: npt.NDArray[np.int64] | None = None,
+    overlap: Array | None = None,
 ) -> tuple[Array, Array]:
     """Minimise, over log costs x [C],
 
@@ -273,33 +276,51 @@ def robust_fit(
 
     Returns (x, precision gained [C]). The first term is Cauchy's: a row ten times off hardly pulls (Huber and Ronchetti
     2009). It has several minima, so the fit runs from what is known and from a gentle fit to all rows; the better one wins.
-    grouped: the host's classes, which run beside the others (`overlapped`).
+    part: of a task that each class is in (`work.PART`); by default all simply add up. overlap [N]: see `work.joined`.
     """
-    problem = _Problem(work, np.log(measured), prior, precision, grouped, noise)
+    part = np.zeros(len(prior), dtype=np.int64) if part is None else part
+    overlap = np.zeros(len(measured)) if overlap is None else overlap
+    parts = np.stack([part == i for i in range(len(PARTS))]).astype(float)
+    problem = _Problem(work, np.log(measured), prior, precision, noise, parts, overlap)
     gentle = problem.minimise(prior, scale=50.0)
     found = min((problem.minimise(start, scale=1.0) for start in (prior, gentle)), key=lambda x: problem.loss(x, 1.0))
     return found, problem.gained(found)
 
 
-def _predict(work: Array, log_cost: Array, grouped: npt.NDArray[np.bool_]) -> Array:
-    seconds = work * np.exp(log_cost)
-    found: Array = overlapped(seconds[:, ~grouped].sum(1), seconds[:, grouped].sum(1))
-    return found
+def _slopes(parts: Array, overlap: Array) -> Array:
+    """Derivatives of `work.joined` with respect to each part, [4, N]."""
+    device, host, gradients, _ = parts
+    least = np.finfo(float).tiny
+    passes = np.maximum(overlapped(device, host), least)
+    beside = passes * overlap
+    summed = np.maximum(overlapped(beside, gradients), least)
+    power = OVERLAP_POWER - 1
+    of_passes = 1 - overlap + overlap * (beside / summed) ** power
+    return np.stack(
+        [
+            of_passes * (device / passes) ** power,
+            of_passes * (host / passes) ** power,
+            (gradients / summed) ** power,
+            np.ones_like(device),
+        ]
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class _Problem:
-    """Gauss-Newton with Levenberg's damping on iteratively reweighted rows."""
+    """Gauss-Newton with Levenberg's damping on iteratively reweighted rows. parts [4, C]: `PARTS` of the classes fitted."""
 
     work: Array
     log_measured: Array
     prior: Array
     precision: Array
-    grouped: npt.NDArray[np.bool_]
     noise: float
+    parts: Array
+    overlap: Array
 
     def residuals(self, x: Array) -> Array:
-        found: Array = (np.log(_predict(self.work, x, self.grouped)) - self.log_measured) / self.noise
+        predicted = joined(self.parts @ (self.work * np.exp(x)).T, self.overlap)
+        found: Array = (np.log(predicted) - self.log_measured) / self.noise
         return found
 
     def loss(self, x: Array, scale: float) -> float:
@@ -308,12 +329,9 @@ class _Problem:
 
     def jacobian(self, x: Array) -> Array:
         seconds = self.work * np.exp(x)
-        host = seconds[:, self.grouped].sum(1)
-        device = seconds[:, ~self.grouped].sum(1)
-        total = overlapped(device, host)
-        power = OVERLAP_POWER - 1
-        pull = np.where(self.grouped, ((host / total) ** power)[:, None], ((device / total) ** power)[:, None])
-        found: Array = seconds * pull / total[:, None] / self.noise
+        parts = self.parts @ seconds.T
+        slopes = self.parts.T @ _slopes(parts, self.overlap)
+        found: Array = seconds * slopes.T / joined(parts, self.overlap)[:, None] / self.noise
         return found
 
     def minimise(self, x: Array, scale: float) -> Array:

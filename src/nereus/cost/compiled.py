@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -18,34 +19,35 @@ import numpy.typing as npt
 
 from nereus.cost import memory as mem
 from nereus.cost.tasks import Cut, Lengths, TaskWork
-from nereus.cost.work import DEVICE_AND_HOST, IS_HOST, Array, Work, overlapped
+from nereus.cost.work import PART, PARTS, Array, Work, joined
 
 Ints = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
 class LinearTask:
-    """Rows of the matrix that are not zero: device classes first. feature, index [R]: which length and class each is of."""
+    """Rows of the matrix that are not zero, in the order of `PART`. feature, index [R]: which length and class each is of.
+    bounds: where each part begins, and the end."""
 
     matrix: Array
     feature: Ints
     index: Ints
-    num_device: int
+    bounds: tuple[int, ...]
 
     @classmethod
     def of(cls, parts: Sequence[Work]) -> LinearTask:
         """parts: for each feature the work [C, n] of one unit of it."""
         stacked = np.stack(parts)
         feature, index = np.nonzero((stacked != 0).any(-1))
-        order = np.argsort(IS_HOST[index], kind="stable")
+        order = np.argsort(PART[index], kind="stable")
         feature, index = feature[order], index[order]
-        return cls(np.ascontiguousarray(stacked[feature, index]), feature, index, int((~IS_HOST[index]).sum()))
+        bounds = tuple(np.searchsorted(PART[index], np.arange(len(PARTS) + 1)).tolist())
+        return cls(np.ascontiguousarray(stacked[feature, index]), feature, index, bounds)
 
-    def seconds(self, features: Array, cost: Array) -> tuple[Array, Array]:
-        """(device, host) seconds, [n] each."""
+    def seconds(self, features: Array, cost: Array) -> list[Array]:
+        """Of each part of a task, [n] each."""
         weights = features[self.feature] * cost[self.index]
-        k = self.num_device
-        return weights[:k] @ self.matrix[:k], weights[k:] @ self.matrix[k:]
+        return [weights[a:b] @ self.matrix[a:b] for a, b in pairwise(self.bounds)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,17 +104,18 @@ class _Generation:
         rest = LinearTask.of([nothing, tokens, pairs, *work.decode_boundaries(cut)])
         return cls(work, tp[:, None], kinds[None, :], (tp_at, rows_at), waves * layers, waves * heads, rest)
 
-    def seconds(self, lengths: Lengths, cost: Array) -> tuple[Array, Array]:
+    def seconds(self, lengths: Lengths, cost: Array) -> list[Array]:
         prompt, going = lengths.prompt, float(lengths.going.mean())
         features = np.array([1.0, prompt, prompt * prompt / 2, lengths.steps, lengths.steps * going])
-        device, host = self.rest.seconds(features, cost)
-        both = DEVICE_AND_HOST * cost
+        device, host, *others = self.rest.seconds(features, cost)
+        both = PARTS[:2] * cost
         layer, head = (np.tensordot(both, part, axes=1) for part in self.work.decode(self.tp, self.rows, lengths))
         layer, head = layer[:, self.at[0], self.at[1]], head[:, self.at[0], self.at[1]]
-        return (
+        return [
             device + self.layers * layer[0] + self.heads * head[0],
             host + self.layers * layer[1] + self.heads * head[1],
-        )
+            *others,
+        ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,14 +154,14 @@ class CompiledTable:
         found = {}
         for name, task in self.tasks.items():
             parts = task.seconds(lengths, cost) if isinstance(task, _Generation) else task.seconds(features, cost)
-            found[name] = overlapped(*parts)
+            found[name] = joined(parts)
         return found
 
     def weight_sync_seconds(self, cost: Array) -> Array:
         if self.weight_sync is None:
             return np.zeros(len(self.most_resident))
-        device, host = self.weight_sync.seconds(np.ones(1), cost)
-        return device + host
+        found: Array = joined(self.weight_sync.seconds(np.ones(1), cost))
+        return found
 
 
 def _passes(work: TaskWork, cut: Cut, task: str) -> LinearTask:

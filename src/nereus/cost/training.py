@@ -21,7 +21,7 @@ class PassSetting:
 
     tokens, logit_tokens: of a sequence.
     balanced: layers are cut as nanotron cuts them, else evenly. context: ways that each sequence is cut over devices
-    (context parallel).
+    (context parallel). slow_host: the host takes longer the more tp ranks there are (`work`, launch/tp).
     """
 
     shape: ModelShape
@@ -33,6 +33,7 @@ class PassSetting:
     fused_attention: bool = True
     context: int = 1
     balanced: bool = False
+    slow_host: bool = False
 
 
 def micro_batch_pass(
@@ -92,6 +93,7 @@ def micro_batch_pass(
         dp=dp,
         micro_batches=micro_batches,
         partition=partition,
+        slow_host=setting.slow_host,
     )
     return total + issued
 

@@ -8,11 +8,12 @@ FLOPs count a multiply-add as two and only matrix products, as `torch.utils.flop
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from nereus.core.errors import UserError
+from nereus.core.sharding import Cut, Segment, StateSpec, TensorSpec, Where
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,6 +190,70 @@ class ModelShape:
         keys = (length + 1) / 2 if causal else length
         layer = self.layer_matmul_flops(tokens) + self.attention_flops(tokens, keys)
         return self.num_layers * layer + self.head_flops(tokens)
+
+
+def state_spec(
+    shape: ModelShape,
+    *,
+    dtype: str = "bfloat16",
+    trained: bool = True,
+    master_weights: bool = False,
+    scalar_bias: bool = False,
+) -> StateSpec:
+    """The logical state of a unit of this model: parameters and update counters, named and ordered as in transformers.
+
+    trained: with Adam's two moments in float32. master_weights: with parameters in float32 beside those of `dtype`.
+    scalar_bias: a scalar head has a bias (token classification), or none (sequence classification).
+    Raises UserError for a shape that is not of the llama family (GPT-2, Gemma 2).
+    """
+    if not shape.gated or shape.linear_bias or shape.num_positions or shape.norms_per_layer != 2:
+        raise UserError(f"model {shape.name}: the state of this family is not known, only that of llama's")
+    parameters = tuple(_parameters(shape, dtype, scalar_bias))
+    kinds = ("exp_avg", "exp_avg_sq") if trained else ()
+    kinds += ("master",) if trained and master_weights else ()
+    counters = TensorSpec(name="counters", shape=(3,), dtype="int64", where="everywhere")
+    more = (replace(p, name=f"{kind}/{p.name}", dtype="float32") for kind in kinds for p in parameters)
+    return StateSpec((*parameters, counters, *more), shape.num_layers)
+
+
+def _parameters(shape: ModelShape, dtype: str, scalar_bias: bool) -> Iterator[TensorSpec]:
+    def at(where: Where, name: str, size: tuple[int, ...], cut: Cut | None = None, layer: int = -1) -> TensorSpec:
+        return TensorSpec(name=name, shape=size, dtype=dtype, where=where, layer=layer, cut=cut)
+
+    hidden, vocabulary = (shape.hidden,), (shape.vocab, shape.hidden)
+    rows, tied = Cut(0, (Segment.rows(shape.vocab),)), shape.tied and not shape.scalar_head
+    yield at("ends" if tied else "first", "model.embed_tokens.weight", vocabulary, rows)
+    for layer in range(shape.num_layers):
+        for name, size, cut in _layer_parameters(shape):
+            yield at("layer", f"model.layers.{layer}.{name}", size, cut, layer)
+    yield at("last", "model.norm.weight", hidden)
+    if shape.scalar_head:
+        yield at("last", "score.weight", (1, shape.hidden))
+        if scalar_bias:
+            yield at("last", "score.bias", (1,))
+    elif not tied:
+        yield at("last", "lm_head.weight", vocabulary, rows)
+
+
+def _layer_parameters(shape: ModelShape) -> Iterator[tuple[str, tuple[int, ...], Cut | None]]:
+    hidden = shape.hidden
+    for name, heads in (("q", shape.num_heads), ("k", shape.num_kv_heads), ("v", shape.num_kv_heads)):
+        size = heads * shape.head_dim
+        cut = Cut(0, (Segment(size, heads, shape.num_heads),))
+        yield f"self_attn.{name}_proj.weight", (size, hidden), cut
+        if shape.qkv_bias:
+            yield f"self_attn.{name}_proj.bias", (size,), cut
+    heads_in = Cut(1, (Segment(shape.q_width, shape.num_heads, shape.num_heads),))
+    yield "self_attn.o_proj.weight", (hidden, shape.q_width), heads_in
+    if shape.qk_norm:
+        yield "self_attn.q_norm.weight", (shape.head_dim,), None
+        yield "self_attn.k_norm.weight", (shape.head_dim,), None
+    rows = Segment.rows(shape.intermediate)
+    yield "mlp.gate_proj.weight", (shape.intermediate, hidden), Cut(0, (rows,))
+    yield "mlp.up_proj.weight", (shape.intermediate, hidden), Cut(0, (rows,))
+    yield "mlp.down_proj.weight", (hidden, shape.intermediate), Cut(1, (rows,))
+    yield "input_layernorm.weight", (hidden,), None
+    yield "post_attention_layernorm.weight", (hidden,), None
 
 
 _DECODERS: dict[str, dict[str, Any]] = {

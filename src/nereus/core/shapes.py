@@ -209,7 +209,7 @@ def state_spec(
     if not shape.gated or shape.linear_bias or shape.num_positions or shape.norms_per_layer != 2:
         raise UserError(f"model {shape.name}: the state of this family is not known, only that of llama's")
     parameters = tuple(_parameters(shape, dtype, scalar_bias))
-    kinds = ("exp_avg", "exp_avg_sq") if trained else ()
+    kinds: tuple[str, ...] = ("exp_avg", "exp_avg_sq") if trained else ()
     kinds += ("master",) if trained and master_weights else ()
     counters = TensorSpec(name="counters", shape=(3,), dtype="int64", where="everywhere")
     more = (replace(p, name=f"{kind}/{p.name}", dtype="float32") for kind in kinds for p in parameters)

@@ -148,6 +148,11 @@ def test_seconds_of_a_class_are_linear_in_its_inverse_efficiency() -> None:
         assert all(after[c] == pytest.approx(before[c]) for c in before if c != name and "launch" not in c)
 
 
+def test_no_candidate_is_an_empty_table() -> None:
+    table = model().table(ACTOR_TRAINING, max_gpus=32, tp=(5,))
+    assert len(table) == 0 and all(len(seconds) == 0 for seconds in table.seconds.values())
+
+
 def test_a_cpu_has_no_workspace() -> None:
     cluster = cluster_of(cpu_device(5e10, 1e10, 4 * GIB), 8)
     cost = CostModel({"actor": SHAPE, "reference": SHAPE}, cluster, LOAD, "grpo", False)

@@ -41,21 +41,20 @@ def test_key_value_heads_are_copied_beyond_their_number() -> None:
 
 
 def test_a_group_beyond_a_node_uses_the_network() -> None:
-    work = w.empty()
+    work = w.Work()
     w.add_all_reduce(work, MACHINE, 1e9, group=16, stride=1, times=1)
     assert work[w.ALL_REDUCE_INTRA] == 0
     # eight members a node bring eight shares of the network, more than... the slower of the two counts
     across = min(MACHINE.intra_bytes_s, 8 * MACHINE.inter_bytes_s)
     assert work[w.ALL_REDUCE_INTER] == pytest.approx(2 * 15 / 16 * 1e9 / across)
-    alone = w.empty()
+    alone = w.Work()
     w.add_all_reduce(alone, MACHINE, 1e9, group=2, stride=8, times=1)
     assert alone[w.ALL_REDUCE_INTER] == pytest.approx(1e9 / MACHINE.inter_bytes_s)
 
 
 def test_a_pipeline_takes_one_passage_and_the_slowest_stage_for_the_rest() -> None:
-    found = w.pipelined(
-        layer=1.0, first=0.5, last=2.0, boundary=0.25, num_layers=10, pp=np.array([1, 4]), micro_batches=8
-    )
+    repeats = w.pipelined(num_layers=10, pp=np.array([1, 4]), micro_batches=8)
+    found = repeats.of(layer=1.0, first=0.5, last=2.0, boundary=0.25)
     alone, piped = found
     assert alone == pytest.approx(8 * 12.5)
     through, slowest = 10 + 0.5 + 2 + 3 * 0.25, 3 + 2 + 0.25  # split_evenly: 2 3 2 3
@@ -125,6 +124,15 @@ def test_a_slow_host_takes_longer_the_more_tp_ranks_there_are() -> None:
 
     assert launches(8, False)[w.LAUNCH_TP] == launches(1, True)[w.LAUNCH_TP] == 0
     assert launches(8, True)[w.LAUNCH_TP] == 2 * launches(4, True)[w.LAUNCH_TP] == 8 * launches(8, True)[w.LAUNCH]
+
+
+def test_work_adds_up_class_by_class() -> None:
+    a, b = w.Work({w.GEMM: 1.0, w.LOGITS: np.array([1.0, 2.0])}), w.Work({w.GEMM: 3.0, w.OPTIMIZER: 5.0})
+    assert (a + b)[w.GEMM] == 4 and (a - b)[w.OPTIMIZER] == -5 and (a + b)[w.LAUNCH] == 0
+    scaled = np.array([2.0, 3.0]) * a
+    np.testing.assert_array_equal(scaled[w.LOGITS], [2, 6])
+    np.testing.assert_array_equal(scaled.array((2,)).sum(0), scaled.total())
+    assert set(a.only((w.GEMM,))) == {w.GEMM}
 
 
 def test_classes_are_named_once() -> None:

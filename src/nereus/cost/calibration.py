@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from nereus.core.errors import UserError
-from nereus.cost.work import CLASSES, OVERLAP_POWER, PART, PARTS, Array, Work, joined, overlapped
+from nereus.cost.work import CLASSES, OVERLAP_POWER, PART, PARTS, Array, joined, overlapped
 
 PRIORS: Mapping[str, tuple[float, float]] = {
     # class: (efficiency, standard deviation of its logarithm). Conservative: below what tuned kernels reach.
@@ -125,12 +125,12 @@ class Calibration:
         """1 / efficiency, [C]."""
         return np.exp([self._log_cost(name) for name in CLASSES])
 
-    def seconds(self, work: Work, overlap: Any = 0.0) -> Array:
+    def seconds(self, work: Array, overlap: Array | None = None) -> Array:
         """[C, ...] -> [...]. overlap: see `work.joined`."""
         found: Array = joined(np.tensordot(PARTS * self.cost, work, axes=1), overlap)
         return found
 
-    def split(self, work: Work) -> tuple[float, Array]:
+    def split(self, work: Array) -> tuple[float, Array]:
         """(seconds, seconds of each class [C]) of one task; of the host only what sticks out from under the device."""
         classes = self.cost * work
         parts = PARTS @ classes

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from nereus.core.shapes import ModelShape
 from nereus.core.workload import Workload
 from nereus.cost import memory as mem
 from nereus.cost.calibration import Calibration
-from nereus.cost.compiled import CompiledTable
+from nereus.cost.compiled import Candidates, CompiledTable
 from nereus.cost.tasks import Cut, Lengths, TaskWork
 from nereus.cost.work import CLASSES, Array, Machine
 
@@ -204,22 +205,24 @@ class CostModel:
         )
 
     def _compile(self, model_stage: ModelStage, axes: tuple[tuple[int, ...], ...], max_gpus: int) -> CompiledTable:
-        tp, pp, dp, size, recompute = (a.ravel() for a in np.meshgrid(*(np.array(a) for a in axes), indexing="ij"))
+        units = [(t, p, d) for t, p, d in product(*axes[:3]) if t * p * d <= max_gpus]
+        tp, pp, dp = np.array(units, dtype=np.int64).reshape(-1, 3).T[:, :, None, None]
+        size, recompute = np.array(axes[3])[:, None], np.array(axes[4])
         per_unit = self._batch(model_stage) // dp
         generating = model_stage.stage == "generation"
         possible = (size <= per_unit) | (size == min(axes[3])) if generating else per_unit % size == 0
-        fits = possible & (tp * pp * dp <= max_gpus)
-        tp, pp, dp, size, recompute = (a[fits] for a in (tp, pp, dp, size, recompute))
+        shape = (len(units), len(axes[3]), len(axes[4]))
+        rows = np.flatnonzero(np.broadcast_to(possible, shape))
         cut = Cut(tp=tp, pp=pp, dp=dp, micro_batch=size, recompute=recompute)
         names = [task.name for task in self._tasks(model_stage)]
-        return CompiledTable.of(self._task_work(model_stage), cut, names, max_gpus)
+        return CompiledTable.of(self._task_work(model_stage), Candidates(cut, shape, rows), names, max_gpus)
 
     # -- one ---------------------------------------------------------------------------------------------------------
 
     def work(self, candidate: Candidate, task: str) -> Array:
         """Seconds at peak rates of each operation class in a task, [C] in the order of `CLASSES`."""
-        found: Array = self._task_work(candidate.model_stage).of(task, Cut.of(candidate), self.lengths)
-        return found.reshape(len(CLASSES))
+        found = self._task_work(candidate.model_stage).of(task, Cut.of(candidate), self.lengths)
+        return found.array((1,))[:, 0]
 
     def estimate(self, candidate: Candidate) -> dict[str, TaskEstimate]:
         """Task name -> its predicted time, split by operation class; with a generation candidate weight_sync too."""

@@ -21,7 +21,7 @@ from nereus.cost import work as w
 from nereus.cost.calibration import MEMORY_KINDS
 from nereus.cost.memory import LOGIT_BYTES, WORKSPACE_BYTES, layer_activation_bytes
 from nereus.cost.training import PassSetting, micro_batch_pass, update
-from nereus.cost.work import Array, Machine, Work
+from nereus.cost.work import Array, Machine
 
 SECOND_SERIES = 14_000_000
 """Job numbers of the published nanotron runs rise with time. The trusted ones make two series, up to 13,523,000 (PP = 1
@@ -187,7 +187,7 @@ def _shape(number: Any, sequence: int) -> ModelShape:
     return next(s for s in shapes if s.tied != gated)
 
 
-def step_work(runs: Sequence[TrainingRun]) -> Work:
+def step_work(runs: Sequence[TrainingRun]) -> Array:
     """Work of a whole training step of each run, [N, C]."""
     found = np.zeros((len(runs), len(w.CLASSES)))
     groups: dict[Any, list[int]] = {}
@@ -211,7 +211,7 @@ def step_work(runs: Sequence[TrainingRun]) -> Work:
         work = work + update(
             setting, tp=tp, pp=pp, dp=dp, gradient_bytes=4 if float32 else 2, optimizer_bytes=12, zero=zero
         )
-        found[members] = work.T
+        found[members] = work.array((len(members),)).T
     return found
 
 

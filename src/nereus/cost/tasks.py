@@ -91,7 +91,7 @@ class Lengths:
 
 @dataclass(frozen=True, kw_only=True)
 class TaskWork:
-    """The tasks of one model-stage, [C, ...]. Of the workload no lengths are looked at. greedy: ReMax's one more rollout a
+    """The tasks of one model-stage. Of the workload no lengths are looked at. greedy: ReMax's one more rollout a
     prompt."""
 
     shape: ModelShape
@@ -103,7 +103,7 @@ class TaskWork:
     workspace_bytes: float = mem.WORKSPACE_BYTES
 
     def of(self, task: str, cut: Cut, lengths: Lengths) -> Work:
-        """Work [C, ...] of a task."""
+        """Work of a task."""
         if task == "weight_sync":
             return self.weight_sync(cut)
         if task == "generation":
@@ -119,8 +119,9 @@ class TaskWork:
 
     # -- forward and update ------------------------------------------------------------------------------------------
 
-    def passes(self, cut: Cut, tokens: float, keys: float, logit_tokens: float, *, training: bool) -> Work:
-        """All micro-batches of a step: forward once, or forward and backward in every epoch."""
+    def passes(self, cut: Cut, tokens: Any, keys: Any, logit_tokens: Any, *, training: bool) -> Work:
+        """All micro-batches of a step: forward once, or forward and backward in every epoch. tokens, keys, logit_tokens: one
+        length each, or several along an axis before the candidates'."""
         load = self.workload
         sequences = load.mini_batch if training else load.sequences
         found: Work = micro_batch_pass(
@@ -149,7 +150,7 @@ class TaskWork:
         )
         return found * (load.epochs * load.mini_batches)
 
-    def _setting(self, tokens: float, keys: float, logit_tokens: float) -> PassSetting:
+    def _setting(self, tokens: Any, keys: Any, logit_tokens: Any) -> PassSetting:
         return PassSetting(
             shape=self.shape,
             machine=self.machine,
@@ -173,9 +174,9 @@ class TaskWork:
         waves, _, rows = self.rows(cut)
         (layers, heads), boundaries = self.token_period(cut), self.decode_boundaries(cut)
         layer, head = self.decode(np.asarray(cut.tp), rows, lengths)
-        transfers = lengths.steps * (boundaries[0] + float(lengths.going.mean()) * boundaries[1])
+        transfers = (boundaries[0] + boundaries[1] * float(lengths.going.mean())) * lengths.steps
         prefill = self.prefill(cut, lengths.prompt, lengths.prompt / 2)
-        found: Work = waves * (layers * layer + heads * head) + transfers + prefill
+        found: Work = (layer * layers + head * heads) * waves + transfers + prefill
         return found
 
     def token_period(self, cut: Cut) -> tuple[Any, Any]:
@@ -196,27 +197,24 @@ class TaskWork:
         # a message a sub-batch and boundary; the way through has pp of them, a rotation one for each sub-batch
         count = waves * np.maximum(cut.pp, sub_batches) * (cut.pp > 1)
         of_rows = self._boundary(cut, rows)
-        messages = np.zeros_like(of_rows)
-        for message in (w.MESSAGE_INTRA, w.MESSAGE_INTER):
-            messages[message] = of_rows[message]
-        return count * messages, count * (of_rows - messages)
+        messages = of_rows.only((w.MESSAGE_INTRA, w.MESSAGE_INTER))
+        return messages * count, (of_rows - messages) * count
 
     def _boundary(self, cut: Cut, tokens: Any) -> Work:
         return w.boundary_transfer(self.shape, self.machine, tokens=tokens, tp=cut.tp, pp=cut.pp, dp=cut.dp)
 
-    def prefill(self, cut: Cut, prompt: float, keys: float) -> Work:
-        """All prompts of a step, wave by wave."""
+    def prefill(self, cut: Cut, prompt: Any, keys: Any) -> Work:
+        """All prompts of a step, wave by wave. prompt, keys: one length, or several along an axis before the candidates'."""
         waves, sub_batches, rows = self.rows(cut)
         layer = w.layer_forward(self.shape, self.machine, tokens=rows * prompt, keys=keys, tp=cut.tp)
         common = {"num_layers": self.shape.num_layers, "pp": cut.pp, "micro_batches": sub_batches}
-        found: Work = w.pipelined(
+        found = w.pipelined(**common).of(
             layer=layer,
-            first=0.0,
+            first=Work(),
             last=w.head_forward(self.shape, self.machine, tokens=rows, tp=cut.tp),
             boundary=self._boundary(cut, rows * prompt),
-            **common,
         )
-        total: Work = waves * (found + w.launches(self.machine, passes=1, tp=cut.tp, dp=cut.dp, **common))
+        total: Work = (found + w.launches(self.machine, passes=1, tp=cut.tp, dp=cut.dp, **common)) * waves
         return total
 
     def decode(self, tp: Any, rows: Any, lengths: Lengths) -> tuple[Work, Work]:
@@ -227,7 +225,7 @@ class TaskWork:
         shape, machine, steps = self.shape, self.machine, lengths.steps
         active = np.maximum(1.0, np.asarray(rows, dtype=float)[..., None] * lengths.going)  # [..., K]
         mean_active = active.mean(-1)
-        layer, head = w.empty(tp, rows), w.empty(tp, rows)
+        layer, head = Work(), Work()
         element, bandwidth = machine.dtype_bytes, machine.memory_bandwidth_bytes_s
         copies = np.maximum(1.0, tp / shape.num_kv_heads)
         params = (shape.layer_matmul_params + 2 * shape.hidden * shape.kv_width * (copies - 1)) / tp
@@ -250,7 +248,7 @@ class TaskWork:
     def weight_sync(self, cut: Cut) -> Work:
         """New weights to a generation GPU: what it holds of the model, over the slower link when there are nodes."""
         params = np.maximum(*w.stage_params(self.shape, tp=cut.tp, pp=cut.pp))
-        work = w.empty(params, cut.dp)
+        work = Work()
         size = params * self.machine.dtype_bytes
         if self.across_nodes:
             work[w.SEND_INTER] = size / self.machine.inter_bytes_s
@@ -266,7 +264,7 @@ class TaskWork:
             return lengths.prompt, lengths.held
         return lengths.longest, lengths.longest_response
 
-    def memory_ends(self, cut: Cut, first: float, second: float) -> tuple[mem.Footprint, mem.Footprint]:
+    def memory_ends(self, cut: Cut, first: Any, second: Any) -> tuple[mem.Footprint, mem.Footprint]:
         """Uncorrected bytes on the first and last pp_stage while the hungriest task runs; the longest sequences decide.
 
         first, second: see `memory_lengths`.

@@ -26,9 +26,9 @@ class PassSetting:
 
     shape: ModelShape
     machine: Machine
-    tokens: float
-    logit_tokens: float
-    keys: float
+    tokens: Any
+    logit_tokens: Any
+    keys: Any
     sequence_parallel: bool = False
     fused_attention: bool = True
     context: int = 1
@@ -47,7 +47,7 @@ def micro_batch_pass(
     backward: bool,
     recompute: Any = 0,
 ) -> Work:
-    """All micro-batches forward, and backward where asked, [C, ...]."""
+    """All micro-batches forward, and backward where asked."""
     shape, machine = setting.shape, setting.machine
     tokens = micro_batch * setting.tokens / setting.context
     forward = w.layer_forward(
@@ -72,18 +72,11 @@ def micro_batch_pass(
     partition, head_layers = None, np.inf
     if setting.balanced:
         partition = w.balanced_partition(shape, pp)
-        head_layers = head.sum(0) / layer.sum(0)
-    total: Work = w.pipelined(
-        layer=layer,
-        first=first,
-        last=head,
-        boundary=boundary,
-        num_layers=shape.num_layers,
-        pp=pp,
-        micro_batches=micro_batches,
-        partition=partition,
-        head_layers=head_layers,
+        head_layers = head.total() / layer.total()
+    repeats = w.pipelined(
+        num_layers=shape.num_layers, pp=pp, micro_batches=micro_batches, partition=partition, head_layers=head_layers
     )
+    total: Work = repeats.of(layer=layer, first=first, last=head, boundary=boundary)
     issued = w.launches(
         machine,
         passes=passes,
@@ -108,7 +101,7 @@ def update(
     optimizer_bytes: float,
     zero: int,
 ) -> Work:
-    """Sum gradients over dp, then AdamW, on the pp_stage with most parameters, [C, ...]."""
+    """Sum gradients over dp, then AdamW, on the pp_stage with most parameters."""
     params = np.maximum(*w.stage_params(setting.shape, tp=tp, pp=pp))
     reduction = w.gradient_reduction(
         setting.machine,

@@ -1,8 +1,8 @@
 """What operations cost at peak rates, by class: the features of the cost model.
 
-Work is an array [C, ...]: for each of the C operation classes the seconds that its operations would take if devices and
-links gave what their data sheets promise. Seconds are then `sum over classes of work / efficiency`, so everything that
-combines work (pipelines, micro-batches) is written once and serves both [C, ...] work and [...] seconds.
+`Work` is, for each operation class, the seconds that its operations would take if devices and links gave what their data
+sheets promise. Seconds are then `sum over classes of work / efficiency`, so everything that combines work (pipelines,
+micro-batches) is written once and serves both work and seconds.
 
     gemm               matrix products with weights, FLOPs
     weights            operands of matrix products through memory: the matrices once for every micro-batch, and what goes in
@@ -28,6 +28,7 @@ last backward pass or after it; the optimizer comes last: `joined`.
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,7 +40,6 @@ from nereus.core.shapes import ModelShape
 from nereus.core.workload import DTYPE_BYTES
 
 Array = npt.NDArray[np.float64]
-Work = npt.NDArray[np.float64]
 
 CLASSES: tuple[str, ...] = (
     "gemm",
@@ -141,9 +141,37 @@ class Machine:
         )
 
 
-def empty(*arrays: Any) -> Work:
-    """Zero work of the arrays' common shape."""
-    return np.zeros((len(CLASSES), *np.broadcast_shapes(*(np.shape(a) for a in arrays))))
+class Work(dict[int, Any]):
+    """Class -> seconds at peak rates: numbers, or arrays that broadcast together. A class that is not there has none."""
+
+    __array_ufunc__ = None  # so that array * work comes here
+
+    def __missing__(self, _: int) -> float:
+        return 0.0
+
+    def __add__(self, other: Work) -> Work:
+        return Work(self | {c: self[c] + seconds for c, seconds in other.items()})
+
+    def __sub__(self, other: Work) -> Work:
+        return Work(self | {c: self[c] - seconds for c, seconds in other.items()})
+
+    def __mul__(self, factor: Any) -> Work:
+        return Work({c: seconds * factor for c, seconds in self.items()})
+
+    __rmul__ = __mul__
+
+    def only(self, classes: Container[int]) -> Work:
+        return Work({c: seconds for c, seconds in self.items() if c in classes})
+
+    def total(self) -> Any:
+        return sum(self.values())
+
+    def array(self, shape: tuple[int, ...]) -> Array:
+        """[C, *shape]"""
+        found = np.zeros((len(CLASSES), *shape))
+        for c, seconds in self.items():
+            found[c] = seconds
+        return found
 
 
 def overlapped(device: Any, host: Any) -> Any:
@@ -152,15 +180,17 @@ def overlapped(device: Any, host: Any) -> Any:
     return (device**power + host**power) ** (1 / power)
 
 
-def joined(parts: Any, overlap: Any = 0.0) -> Any:
+def joined(parts: Any, overlap: Any = None) -> Any:
     """Seconds of a task from those of its four `PARTS` [4, ...].
 
     Nothing hides what follows the last backward pass: it is few large kernels, which the host has issued long before they
     run. overlap: the share of the passes' time beside which gradients are summed. That is the last backward pass, in a
-    framework that starts a sum as soon as its gradients are there (Li et al. 2020, DDP); 0 in ours, which sums afterwards.
+    framework that starts a sum as soon as its gradients are there (Li et al. 2020, DDP); ours sums afterwards.
     """
     device, host, gradients, optimizer = parts
     passes = overlapped(device, host)
+    if overlap is None:
+        return passes + gradients + optimizer
     return passes * (1 - overlap) + overlapped(passes * overlap, gradients) + optimizer
 
 
@@ -177,7 +207,7 @@ def layer_forward(
     """One layer over one micro-batch. tokens: of the micro-batch. keys: mean keys a query attends to under the causal
     mask; unfused kernels compute twice as many."""
     tokens, keys, tp = (np.asarray(a, dtype=float) for a in (tokens, keys, tp))
-    work = empty(tokens, keys, tp)
+    work = Work()
     element, bandwidth = machine.dtype_bytes, machine.memory_bandwidth_bytes_s
     kv_copies = np.maximum(1.0, tp / shape.num_kv_heads)  # fewer key-value heads than tp: copies
     kv_extra = 2 * shape.hidden * shape.kv_width * (kv_copies - 1)
@@ -211,17 +241,15 @@ def product_width(shape: ModelShape, tp: Any) -> Any:
 
 def layer_backward(forward: Work) -> Work:
     """Twice the forward's products and bytes; fused attention computes its scores again: 2.5 (Dao 2023)."""
-    backward = forward * 2
-    backward[ATTENTION_PREFILL] *= 1.25
-    for comm in (ALL_REDUCE_INTRA, ALL_REDUCE_INTER, MESSAGE_INTRA, MESSAGE_INTER):
-        backward[comm] = forward[comm]
-    return backward
+    sums = forward.only((ALL_REDUCE_INTRA, ALL_REDUCE_INTER, MESSAGE_INTRA, MESSAGE_INTER))
+    attention = forward.only((ATTENTION_PREFILL,))
+    return forward * 2 - sums + attention * 0.5
 
 
 def head_forward(shape: ModelShape, machine: Machine, *, tokens: Any, tp: Any) -> Work:
     """The head and the softmax over its outputs, of one micro-batch: logits in float32 pass memory four times."""
     tokens, tp = np.asarray(tokens, dtype=float), np.asarray(tp, dtype=float)
-    work = empty(tokens, tp)
+    work = Work()
     outputs = shape.head_width / (tp if shape.head_width > 1 else 1.0)
     work[GEMM] = 2 * tokens * shape.hidden * outputs / machine.flops
     work[LOGITS] = 4 * 4 * tokens * outputs / machine.memory_bandwidth_bytes_s
@@ -232,7 +260,7 @@ def head_forward(shape: ModelShape, machine: Machine, *, tokens: Any, tp: Any) -
 def embedding_forward(shape: ModelShape, machine: Machine, *, tokens: Any, tp: Any) -> Work:
     """The look-up: rows read and written, then summed over tp."""
     tokens, tp = np.asarray(tokens, dtype=float), np.asarray(tp, dtype=float)
-    work = empty(tokens, tp)
+    work = Work()
     size = tokens * shape.hidden * machine.dtype_bytes
     work[ELEMENTWISE] = 2 * size / machine.memory_bandwidth_bytes_s
     add_all_reduce(work, machine, size, group=tp, stride=1.0, times=1)
@@ -262,10 +290,12 @@ def add_all_reduce(
     crosses = nodes > 1
     across = np.minimum(machine.intra_bytes_s, members * machine.inter_bytes_s)
     work[intra] += np.where(crosses, 0.0, volume / machine.intra_bytes_s)
-    work[inter] += np.where(crosses, volume / across, 0.0)
     # small messages go up and down a tree; starting it takes about as long as four hops (vidur and vTrain tables: 1 MB takes
     # 30-60 us whatever the number of GPUs in a node)
     work[MESSAGE_INTRA] += times * np.where(members > 1, 4 + 2 * np.log2(members), 0.0) * machine.intra_latency_s
+    if not crosses.any():
+        return
+    work[inter] += np.where(crosses, volume / across, 0.0)
     work[MESSAGE_INTER] += times * np.where(crosses, 4 + 2 * np.log2(nodes), 0.0) * machine.inter_latency_s
 
 
@@ -276,7 +306,8 @@ def pipeline_crosses_nodes(machine: Machine, *, tp: Any, pp: Any, dp: Any) -> An
 
 def boundary_transfer(shape: ModelShape, machine: Machine, *, tokens: Any, tp: Any, pp: Any, dp: Any) -> Work:
     """Hidden states of one micro-batch from one pp_stage to the next, over the slowest of the boundaries."""
-    work = empty(tokens, tp, pp, dp)
+    work = Work()
+    tokens = np.asarray(tokens, dtype=float)
     across = pipeline_crosses_nodes(machine, tp=tp, pp=pp, dp=dp)
     inside = (pp > 1) & ~across
     size = tokens * shape.hidden * machine.dtype_bytes  # every tp rank sends the whole
@@ -336,29 +367,46 @@ def balanced_partition(shape: ModelShape, pp: Any) -> Partition:
     return Partition(first=columns[..., 0], most=columns[..., 1], with_head=columns[..., 2])
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Repeats:
+    """How often its pieces make up a pass of all micro-batches through a pipeline; arrays that broadcast together.
+
+    layers: one layer. first, last: what the end pp_stages do besides (embeddings, head). boundary: one transfer.
+    """
+
+    layers: Any
+    first: Any
+    last: Any
+    boundary: Any
+
+    def of(self, *, layer: Any, first: Any, last: Any, boundary: Any) -> Any:
+        """Work (or seconds) of the pass from those of the pieces."""
+        return layer * self.layers + first * self.first + last * self.last + boundary * self.boundary
+
+
 def pipelined(
     *,
-    layer: Any,
-    first: Any,
-    last: Any,
-    boundary: Any,
     num_layers: int,
     pp: Any,
     micro_batches: Any,
     partition: Partition | None = None,
     head_layers: Any = np.inf,
-) -> Any:
-    """Work (or seconds) of `micro_batches` through `pp` pp_stages: once through all, then the slowest for the others
-    (Narayanan et al. 2021, 1F1B; the same for a forward pass alone).
+) -> Repeats:
+    """`micro_batches` go through `pp` pp_stages: once through all, then the slowest for the others (Narayanan et al. 2021,
+    1F1B; the same for a forward pass alone).
 
-    layer: one layer; first, last: what the end pp_stages do besides (embeddings, head); boundary: one transfer.
     partition: even by default. head_layers: how many layers the head takes as long as, to tell the slowest pp_stage.
     """
     partition = partition or even_partition(num_layers, pp)
-    through = num_layers * layer + first + last + (pp - 1) * boundary
+    others, piped = micro_batches - 1, np.asarray(pp) > 1
     head_is_slowest = partition.with_head + head_layers >= partition.most
-    slowest = np.where(head_is_slowest, partition.with_head * layer + last, partition.most * layer) + boundary
-    return through + (micro_batches - 1) * np.where(pp > 1, slowest, through)
+    slowest = np.where(head_is_slowest, partition.with_head, partition.most)
+    return Repeats(
+        layers=num_layers + others * np.where(piped, slowest, num_layers),
+        first=1 + others * ~piped,
+        last=1 + others * (head_is_slowest | ~piped),
+        boundary=np.where(piped, pp - 1 + others, 0),
+    )
 
 
 def launches(
@@ -379,10 +427,11 @@ def launches(
         LAYER_LAUNCH_S * passes * (num_layers + (micro_batches - 1) * np.maximum(partition.most, partition.with_head))
     )
     nodes = np.maximum(tp * pp * dp / machine.gpus_per_node, 1.0)
-    work = empty(base, tp, pp, dp)
+    work = Work()
     work[LAUNCH] = base
     work[LAUNCH_NODES] = base * np.log2(nodes)
-    work[LAUNCH_TP] = base * np.where(tp > 1, tp, 0) * slow_host
+    if slow_host:
+        work[LAUNCH_TP] = base * np.where(tp > 1, tp, 0)
     return work
 
 
@@ -413,7 +462,7 @@ def gradient_reduction(
     ZeRO-1 and 2 scatter gradients and gather parameters, the same bytes; ZeRO-3 gathers parameters once more (Rajbhandari
     et al. 2020).
     """
-    work = empty(params, tp, pp, dp)
+    work = Work()
     stride = tp * (pp if machine.unit_first else 1)
     add_all_reduce(
         work,
@@ -434,6 +483,6 @@ def gradient_reduction(
 
 def optimizer_update(machine: Machine, *, params: Any, state_bytes: float) -> Work:
     """AdamW reads and writes its state, reads the gradient, writes the weight. params: updated on one rank."""
-    work = empty(params)
+    work = Work()
     work[OPTIMIZER] = params * (2 * state_bytes + 8) / machine.memory_bandwidth_bytes_s
     return work

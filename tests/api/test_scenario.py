@@ -103,6 +103,20 @@ def test_a_plan_that_cannot_be_is_refused_by_name() -> None:
         asked.estimate(nereus.Plan((*rest, uneven)))
 
 
+def test_a_micro_batch_is_the_most_that_runs_at_a_time() -> None:
+    """The engine takes any; what is predicted is the largest that divides a unit's sequences."""
+    asked = scenario(prompts=48)
+    plan = asked.choose(k=1).best.plan
+
+    def with_micro_batch(size: int) -> nereus.PlanEstimate:
+        one = {"layout": nereus.Layout(), "dp": 1, "gpus": (0,), "micro_batch": size}
+        rest = (p for p in plan.placements if p.model_stage != ACTOR_TRAINING)
+        return asked.estimate(nereus.Plan((*rest, nereus.Placement(model_stage=ACTOR_TRAINING, **one))))
+
+    assert with_micro_batch(32) == with_micro_batch(24) != with_micro_batch(16)
+    assert with_micro_batch(1000) == with_micro_batch(48)
+
+
 def test_what_does_not_fit_says_what_would() -> None:
     with pytest.raises(nereus.Infeasible, match="smallest pool") as refused:
         scenario(model="Llama-3.3-70B", gpus=1).choose()
@@ -116,6 +130,8 @@ def test_devices_of_one_machine_share_its_cores_and_memory() -> None:
     asked = nereus.describe("SmolLM2-135M", device=HOST, gpus=16, prompts=8, response_length=32)
     assert asked.workload.dtype == "float32" and asked.cluster.num_nodes == 1
     assert asked.at(gpus=2).device_kind == few
+    launches = [asked.at(gpus=n).cost.calibration.efficiency("launch") for n in (2, 4, 8, 16)]
+    assert launches == pytest.approx([launches[0] * share for share in (1, 1, 1 / 2, 1 / 4)])
 
 
 @pytest.mark.parametrize(

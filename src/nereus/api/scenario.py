@@ -11,6 +11,7 @@ describe(...) or jobs.scenario_of(job) -> Scenario
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -24,7 +25,7 @@ from nereus.core.plan import ACTOR_TRAINING, Model, ModelStage, Placement, Plan
 from nereus.core.shapes import ModelShape
 from nereus.core.workload import Workload
 from nereus.cost.calibration import Calibration
-from nereus.cost.model import Candidate, CandidateTable, CostModel, TaskEstimate
+from nereus.cost.model import Candidate, CandidateTable, CostModel, TaskEstimate, divisors
 from nereus.planner.choice import PlanChoice, PlannedPlan, choose
 from nereus.planner.explain import Explanation, explain
 from nereus.planner.problem import STAGE_ORDER, GpuPool
@@ -130,7 +131,10 @@ class Scenario:
     @cached_property
     def cost(self) -> CostModel:
         """The cost model behind all answers."""
-        return CostModel(self.shapes, self.cluster, self.workload, self.algorithm, self.reward_model, self.calibration)
+        calibration = self.calibration
+        if calibration is None and isinstance(self.device, CpuHost):
+            calibration = host_priors(self.device.share(self.gpus))
+        return CostModel(self.shapes, self.cluster, self.workload, self.algorithm, self.reward_model, calibration)
 
     @property
     def model_stages(self) -> tuple[ModelStage, ...]:
@@ -146,7 +150,7 @@ class Scenario:
     def estimate(self, plan: Plan) -> PlanEstimate:
         """What a plan would cost. Raises PlanError where it lacks a model-stage or has one that it cannot have."""
         rows = {m: self._row(plan, m) for m in self.model_stages}
-        candidates = {m: _candidate(plan[m]) for m in rows}
+        candidates = {m: _candidate(self._as_run(plan[m])) for m in rows}
         tasks = {name: t for c in candidates.values() for name, t in self.cost.estimate(c).items()}
         return PlanEstimate(
             step_latency_s=self._step_latency(plan, {name: t.seconds for name, t in tasks.items()}),
@@ -211,7 +215,7 @@ class Scenario:
         """The placement of a model-stage as a table of one row."""
         if model_stage not in plan:
             raise PlanError(f"plan: {model_stage} is not placed")
-        p = plan[model_stage]
+        p = self._as_run(plan[model_stage])
         table = self.cost.table(
             model_stage,
             max_gpus=len(p.gpus),
@@ -222,12 +226,19 @@ class Scenario:
             recompute=[p.recompute],
         )
         if not len(table):
-            recompute = " with recomputation" if p.recompute else ""
             raise PlanError(
-                f"plan: {model_stage}: {p.layout} dp{p.dp} micro-batch {p.micro_batch}{recompute} is not possible: tp must "
-                "divide the attention heads and fit a node, pp the layers at most, dp x micro-batch divide the batch"
+                f"plan: {model_stage}: {p.layout} dp{p.dp} is not possible: tp must divide the attention heads and fit a "
+                "node, pp be the layers at most, dp divide the batch"
             )
         return table
+
+    def _as_run(self, p: Placement) -> Placement:
+        """With micro-batches of one size, the largest that p allows: a unit's batch need not be a multiple of p's."""
+        training = p.model_stage.stage == "training"
+        batch = self.workload.mini_batch if training else self.workload.sequences
+        if p.model_stage.stage == "generation" or batch % p.dp:
+            return p
+        return replace(p, micro_batch=max(d for d in divisors(batch // p.dp) if d <= p.micro_batch))
 
     def _step_latency(self, plan: Plan, seconds: Mapping[str, float]) -> float:
         """The longest path: a task waits for what it needs and, on its GPUs, for what comes earlier in the step."""
@@ -255,6 +266,13 @@ def _peak_bytes(plan: Plan, rows: Mapping[ModelStage, CandidateTable]) -> dict[i
             working = max(float(table.working_bytes[0]) for table in here)
             peaks[gpu] = sum(float(table.resident_bytes[0]) for table in here) + working
     return peaks
+
+
+def host_priors(share: float) -> Calibration:
+    """On a CPU what issues the operations is the device itself: that too gets only its share of a core."""
+    priors = Calibration()
+    names = ("launch", "decode_launch")
+    return replace(priors, log_cost={name: -math.log(priors.efficiency(name) * share) for name in names})
 
 
 def describe(

@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from nereus.api.scenario import Scenario, SweepPoint
+from nereus.core.inventory import CpuHost
 from nereus.core.plan import Placement
 from nereus.planner.choice import PlanChoice, PlannedPlan
 from nereus.planner.explain import Explanation, ModelStageReason
@@ -23,11 +24,11 @@ def choice_view(scenario: Scenario, choice: PlanChoice, explanation: Explanation
     best = choice.best
     parts: list[RenderableType] = [
         setting_line(scenario),
-        plan_table(best),
+        plan_table(best, "devices" if isinstance(scenario.device, CpuHost) else "GPUs"),
         stage_line(best),
         memory_line(best),
         Text(),
-        reasons_table(explanation, num_points=3 if width < 110 else 7),
+        reasons_table(choice, explanation, num_points=3 if width < 110 else 7),
         more_line(choice, explanation),
     ]
     if choice.alternatives:
@@ -65,12 +66,12 @@ def setting_line(scenario: Scenario) -> Text:
     )
 
 
-def plan_table(planned: PlannedPlan) -> Table:
+def plan_table(planned: PlannedPlan, unit: str = "GPUs") -> Table:
     """One row a model-stage. GiB of one GPU: held while idle; at the peak of all that lies on it."""
     problem = planned.problem
     capacity = problem.capacity_bytes / GIB
-    table = _table(f"step {seconds(planned.step_latency_s)} on {problem.pool.size} GPUs of {capacity:.3g} GiB")
-    _columns(table, ["model-stage", "GPUs"], ["TP", "PP", "DP", "mb", "rc", "seconds", "held", "peak GiB"])
+    table = _table(f"step {seconds(planned.step_latency_s)} on {problem.pool.size} {unit} of {capacity:.3g} GiB")
+    _columns(table, ["model-stage", unit], ["TP", "PP", "DP", "mb", "rc", "seconds", "held", "peak GiB"])
     for placement in planned.plan.placements:
         m = placement.model_stage
         rows, row = problem.tables[m], planned.selection[m].row
@@ -158,20 +159,24 @@ def _words(p: Placement) -> str:
     return f"{p.layout} dp{p.dp} mb{p.micro_batch}{' rc' if p.recompute else ''}"
 
 
-def reasons_table(explanation: Explanation, num_points: int = 7) -> Table:
+NEXT_TO_NOTHING = 0.001
+"""Share of a step below which no saving is worth a word."""
+
+
+def reasons_table(choice: PlanChoice, explanation: Explanation, num_points: int = 7) -> Table:
     """What keeps each model-stage from being faster, and its frontier: seconds by number of GPUs."""
     table = _table()
     _columns(table, ["model-stage", "held back by"], ["could save"])
-    table.add_column("seconds by GPUs, [chosen]")
+    table.add_column(Text("seconds by GPUs [chosen]"))
     for reason in explanation.reasons:
-        saved = seconds(reason.faster_s) if reason.faster_s > 0 else ""
-        table.add_row(
-            str(reason.model_stage), _BINDINGS.get(reason.binding, reason.binding), saved, _steps(reason, num_points)
-        )
+        worth = reason.faster_s > NEXT_TO_NOTHING * choice.best.step_latency_s
+        held = _BINDINGS.get(reason.binding, reason.binding) if worth else "-"
+        saved = seconds(reason.faster_s) if worth else ""
+        table.add_row(str(reason.model_stage), held, saved, _steps(reason, num_points))
     return table
 
 
-_BINDINGS = {"the other model-stages": "the others", "nothing": "-"}
+_BINDINGS = {"the other model-stages": "the others"}
 
 
 def _steps(reason: ModelStageReason, num_points: int) -> Text:
@@ -179,8 +184,12 @@ def _steps(reason: ModelStageReason, num_points: int) -> Text:
     chosen = next(i for i, p in enumerate(reason.frontier) if p.chosen)
     first = max(0, min(chosen - num_points // 2, len(reason.frontier) - num_points))
     points = reason.frontier[first : first + num_points]
-    words = (f"[{p.gpus}: {p.seconds:.3g}]" if p.chosen else f"{p.gpus}: {p.seconds:.3g}" for p in points)
+    words = (f"[{p.gpus}:{_number(p.seconds)}]" if p.chosen else f"{p.gpus}:{_number(p.seconds)}" for p in points)
     return Text("  ".join(words))
+
+
+def _number(value: float) -> str:
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def more_line(choice: PlanChoice, explanation: Explanation) -> Text:

@@ -167,9 +167,13 @@ class CpuHost:
     memory_bandwidth_bytes_s: float
     memory_bytes: int
 
+    def share(self, num_devices: int) -> float:
+        """Of a core, that each of so many devices has."""
+        return min(1.0, self.cores / max(num_devices, 1))
+
     def device(self, num_devices: int) -> DeviceKind:
         """One of `num_devices`: they share the memory, and the cores where there are more devices than cores."""
-        share = min(1.0, self.cores / num_devices)
+        share = self.share(num_devices)
         return cpu_device(
             self.flops * share, self.memory_bandwidth_bytes_s * share, self.memory_bytes // max(num_devices, 1)
         )

@@ -209,13 +209,16 @@ class SharedMemoryCopy:
                 peers[move.source] = PeerState(move.source, addresses[move.source], _present(target, move).specs)
             return peers[move.source]
 
+        self._flag.check()
         own, others = _incoming(moves, self._me)
-        self._run(_pulls(own, target, origin))
-        return self._run(_pulls(others, target, origin))
+        try:
+            self._run(_pulls(own, target, origin))
+            return self._run(_pulls(others, target, origin))
+        finally:
+            peers.clear()  # an error's traceback would keep them mapped
 
     def _run(self, copies: Iterator[int]) -> int:
         copied_bytes = 0
-        self._flag.check()
         for num_bytes in copies:
             copied_bytes += num_bytes
             self._flag.check()

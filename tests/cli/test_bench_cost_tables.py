@@ -73,6 +73,7 @@ def test_planted_table_is_understood(tmp_path: Path) -> None:
     assert set(result["summary"]) == {f"planted H100-SXM-80GB{g}" for g in ("", " pp1", " pp_gt1")}
     assert whole["rows_fit"] + whole["rows_test"] == sum(row["status"] == "ok" for row in rows)
     assert whole["mape"] < 0.03 and whole["regret_mean"] < 0.03 and whole["within_5pct"] > 0.85
+    assert whole["unseen_models_mape"] < 0.03  # each model predicted from the three others
     assert whole["memory_mape"] < 0.02
     assert whole["oom_accuracy"] > 0.95 and whole["oom_recall"] > 0.9
     assert len(list(table_lines(result))) == 4

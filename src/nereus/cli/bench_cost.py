@@ -2,6 +2,7 @@
 
     table  --hash of (source, model, GPUs, layout)-->  one half fits, the other is scored
            --hash of the setting--------------------->  some settings fit, the others are judged by regret
+           --model----------------------------------->  all other models fit
 
 Every source and GPU type is fitted for itself. Rows that the table marks as not to be trusted (`quality`) are left out.
 """
@@ -62,6 +63,7 @@ def bench_cost(table: Path, peer_python: Path | None = None) -> dict[str, Any]:
         members = [i for i, other in enumerate(names) if other == name]
         source = _Source.of([runs[i] for i in members], [rows[i].get("status") or "ok" for i in members])
         peer = _peer_seconds(peer_python, source) if peer_python is not None else None
+        unseen_s = source.seconds_of_unseen_models()
         for fold in (0, 1):
             judged = source.judged(fold)
             for group, wanted in source.groups().items():
@@ -70,7 +72,8 @@ def bench_cost(table: Path, peer_python: Path | None = None) -> dict[str, Any]:
                 if peer is not None:
                     figures["llm_analysis"] = judged.peer_errors(peer, wanted)
                 if fold == 0:
-                    summary[label] = figures
+                    known = source.timed & np.isfinite(unseen_s) & wanted
+                    summary[label] = figures | _errors(unseen_s[known], source.measured_s[known], "unseen_models_")
                 else:
                     summary[label]["halves_swapped"] = figures
             if fold == 0:
@@ -169,6 +172,16 @@ class _Source:
             predicted_bytes=share * self.capacity,
             predicted_out_of_memory=share > calibration.usable_memory,
         )
+
+    def seconds_of_unseen_models(self) -> Array:
+        """Of each run [n], fitted on the runs of all other models; nan where there are none."""
+        models = list(dict.fromkeys(run.model for run in self.runs))
+        model = np.array([models.index(run.model) for run in self.runs])
+        found = np.full(len(self.runs), np.nan)
+        for i in range(len(models) if len(models) > 1 else 0):
+            held = model == i
+            found[held] = self._time_fit(~held).seconds(self.work[held].T, self.overlap[held])
+        return found
 
     def _time_fit(self, chosen: Mask) -> Calibration:
         rows = chosen & self.timed
@@ -349,6 +362,7 @@ def _peer_run(run: TrainingRun) -> dict[str, Any]:
 COLUMNS = {
     "mean": "mape",
     "median": "median_ape",
+    "unseen": "unseen_models_mape",
     "regret": "regret_mean",
     "regr.med": "regret_median",
     "p95": "regret_p95",
@@ -361,8 +375,8 @@ COLUMNS = {
 
 def table_lines(result: dict[str, Any]) -> Iterable[str]:
     """The summary as lines of text."""
-    yield f"{'':44}{'rows':>6}" + "".join(f"{title:>9}" for title in COLUMNS)
+    yield f"{'':48}{'rows':>6}" + "".join(f"{title:>9}" for title in COLUMNS)
     for name, figures in result["summary"].items():
         values = [figures[key] for key in COLUMNS.values()]
         cells = "".join(f"{'-' if value is None else f'{value:.1%}':>9}" for value in values)
-        yield f"{name:44}{figures['rows_test']:>6}{cells}"
+        yield f"{name:48}{figures['rows_test']:>6}{cells}"

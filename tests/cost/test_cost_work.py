@@ -112,7 +112,8 @@ def test_overlap_only_ever_helps_and_never_more_than_the_shorter_of_the_two(over
 
 def test_products_move_their_operands_and_results() -> None:
     tokens, tp = 4096, 4
-    found = w.layer_forward(SHAPE, MACHINE, tokens=tokens, keys=1, tp=tp)[w.WEIGHTS] * MACHINE.memory_bandwidth_bytes_s
+    layer = w.layer_forward(SHAPE, MACHINE, tokens=tokens, keys=1, tp=tp)
+    found = (layer[w.WEIGHTS] + layer[w.GEMM_OPERANDS]) * MACHINE.memory_bandwidth_bytes_s
     h, q, kv, i = SHAPE.hidden, SHAPE.q_width, SHAPE.kv_width, SHAPE.intermediate
     products = [(h, (q + 2 * kv) / tp), (q / tp, h), (h, 2 * i / tp), (i / tp, h)]  # columns in, columns out
     assert found == pytest.approx(2 * sum(a * b + tokens * (a + b) for a, b in products))

@@ -26,6 +26,7 @@ PRIORS: Mapping[str, tuple[float, float]] = {
     # class: (efficiency, standard deviation of its logarithm). Conservative: below what tuned kernels reach.
     "gemm": (0.60, 0.3),  # 0.6-0.75 of peak on A100 and H100 at large sizes (SimuMax kernel tables)
     "weights": (0.60, 0.7),
+    "gemm_operands": (0.90, 0.15),  # beside gemm at 0.78, of the A100's measured products (`work.product_width`)
     "attention_prefill": (0.40, 0.5),  # FlashAttention-2: 0.5-0.7 on A100, 0.35-0.5 on H100 (Dao 2023)
     "attention_scores": (0.60, 0.5),
     "attention_decode": (0.50, 0.5),

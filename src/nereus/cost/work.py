@@ -5,8 +5,8 @@ sheets promise. Seconds are then `sum over classes of work / efficiency`, so eve
 micro-batches) is written once and serves both work and seconds.
 
     gemm               matrix products with weights, FLOPs
-    weights            operands of matrix products through memory: the matrices once for every micro-batch, and what goes in
-                       and comes out, bytes
+    weights            weights (and their gradients) read and written once for every micro-batch, bytes
+    gemm_operands      what goes into matrix products and comes out, through memory, bytes
     attention_prefill  fused attention, FLOPs of the causal half
     attention_scores   unfused attention: the score matrix through memory, bytes
     attention_decode   the key-value cache read for one new token, bytes
@@ -44,6 +44,7 @@ Array = npt.NDArray[np.float64]
 CLASSES: tuple[str, ...] = (
     "gemm",
     "weights",
+    "gemm_operands",
     "attention_prefill",
     "attention_scores",
     "attention_decode",
@@ -70,6 +71,7 @@ INDEX = {name: i for i, name in enumerate(CLASSES)}
 (
     GEMM,
     WEIGHTS,
+    GEMM_OPERANDS,
     ATTENTION_PREFILL,
     ATTENTION_SCORES,
     ATTENTION_DECODE,
@@ -213,7 +215,8 @@ def layer_forward(
     kv_extra = 2 * shape.hidden * shape.kv_width * (kv_copies - 1)
     local_params = (shape.layer_matmul_params + kv_extra) / tp
     work[GEMM] = 2 * tokens * local_params / machine.flops
-    work[WEIGHTS] = (local_params + tokens * product_width(shape, tp)) * element / bandwidth
+    work[WEIGHTS] = local_params * element / bandwidth
+    work[GEMM_OPERANDS] = tokens * product_width(shape, tp) * element / bandwidth
     if fused_attention:
         work[ATTENTION_PREFILL] = shape.attention_flops(1.0, 1.0) * tokens * keys / tp / machine.flops
     else:

@@ -107,7 +107,9 @@ def test_a_job_file_says_what_it_trains(write_job: Callable[..., Path], capsys: 
     assert json.loads(capsys.readouterr().out)["gpus"] == 2
     assert main(["plan", str(job), "--model", "Llama-3.1-8B"]) == 2
     assert "--model" in capsys.readouterr().err
-    assert main(["plan", str(job), "--set", "model.path=/nowhere"]) == 2
-    assert "model.path: " in capsys.readouterr().err
+    assert main(["plan", str(job), "--set", "model.path=/nowhere/Llama-9"]) == 2
+    assert "model.path: model folder /nowhere/Llama-9 does not exist" in capsys.readouterr().err
+    assert main(["plan", str(job), "--device", "H200", "--set", "model.path=/nowhere/Qwen3-0.6B"]) == 0
+    capsys.readouterr()
     assert main(["plan", str(write_job(cluster={"device": "cuda", "devices": 99}))]) == 2
     assert "--device" in capsys.readouterr().err

@@ -39,7 +39,7 @@ def scenario_of(
     device: that of this machine, if not given. gpus: the job's. prompt_length: that of the task's first prompts.
     response_length: mean, a third of max_new_tokens if not given. Raises UserError.
     """
-    longest = job.sampling.max_new_tokens
+    shapes, longest = _shapes(job), job.sampling.max_new_tokens
     mean = longest * FIRST_LENGTH if response_length is None else response_length
     kind, source = _device(job, device)
     workload = Workload(
@@ -56,7 +56,7 @@ def scenario_of(
     own_memory = device is None and job.cluster.memory_gib is not None
     return Scenario(
         name=job.name,
-        shapes=_shapes(job),
+        shapes=shapes,
         device=kind,
         gpus=job.cluster.devices if gpus is None else gpus,
         workload=workload,
@@ -163,12 +163,16 @@ def _shapes(job: Job) -> dict[Model, ModelShape]:
 
 
 def _shape(model: str, path: str) -> ModelShape:
+    """Of a folder or a .gguf file; of a model that is not here, by its name."""
+    from nereus.rl.setup import resolve_model
+
     field = "model" if model in ("actor", "reference") else model
     try:
-        if path.startswith("package:") or path.endswith(".gguf"):
-            from nereus.rl.setup import resolve_model
-
+        if Path(path).is_dir():
+            return shape_of(path)
+        try:
+            return ModelShape.named(path)
+        except UserError:
             return shape_of(str(resolve_model(path, cache_folder())))
-        return shape_of(path)
     except UserError as error:
         raise UserError(f"{field}.path: {error}") from error

@@ -61,6 +61,7 @@ def plot(points: Sequence[SweepPoint], path: Path, title: str) -> None:
         raise UserError("--plot needs matplotlib: pip install 'nereus-rl[plot]'") from error
     matplotlib.use("Agg")
     from matplotlib import pyplot
+    from matplotlib.ticker import LogLocator
 
     figure, axes = pyplot.subplots(figsize=(8, 5))
     for gpus in dict.fromkeys(point.gpus for point in points):
@@ -75,6 +76,8 @@ def plot(points: Sequence[SweepPoint], path: Path, title: str) -> None:
     axes.set_ylabel("predicted step latency, s")
     lengths = sorted({point.response_length for point in points})
     axes.set_xticks(lengths, [f"{length:g}" for length in lengths])
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter("{x:g}")
     axes.minorticks_off()
     axes.legend()
     try:

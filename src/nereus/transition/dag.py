@@ -9,7 +9,7 @@ Groups depend only on groups taken earlier, so the graph is acyclic by construct
 If no group fits, model-stages are tried in another order, then in ways that need less memory (`StageChange.lowering`); if
 there is none, the target is infeasible, and `InfeasibleTransition` says which GPUs are short of what.
 
-The schedule: every GPU does its primitives in this order, one at a time; a part begins when all of its GPUs have come
+Of several orders that fit the one with the shortest schedule is taken. The schedule: every GPU does its primitives in this order, one at a time; a part begins when all of its GPUs have come
 to it. It gives the transition's seconds and the memory of every GPU at every moment.
 """
 
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice, permutations
 from typing import Any, get_args
 
 import numpy as np
@@ -28,8 +29,12 @@ from nereus.transition.rates import Floats, Ints
 
 KINDS: tuple[str, ...] = get_args(Kind)
 GIB = 2**30
-SLACK_BYTES = 1.0
-"""Sums of float64 bytes may be off by less than this."""
+CLOSE = 1.001
+"""A schedule this close to what no schedule can be shorter than is not improved on."""
+MOST_ORDERS = 12
+"""Of the model-stages, that are tried for a shorter schedule."""
+SLACK_BYTES = 0.5
+"""Sums of whole bytes are exact in float64 below 2**53; what is on a GPU in any case may be a fraction."""
 
 
 class InfeasibleTransition(PlanError):
@@ -153,7 +158,8 @@ def build(
     while True:
         attempt = _attempts(changes, held_bytes, usable_bytes)
         if not attempt.blocked:
-            return _scheduled(attempt, changes, held_bytes, setup_s, node_of, node_bytes_s)
+            shortest = _shortest(attempt, changes, held_bytes, usable_bytes)
+            return _scheduled(shortest, changes, held_bytes, setup_s, node_of, node_bytes_s)
         others = [(i, other) for i in attempt.blocked if (other := ways[i].get(chosen[i] + 1)) is not None]
         if not others:
             raise attempt.infeasible(usable_bytes)
@@ -174,6 +180,22 @@ def _attempts(changes: Sequence[StageChange], held: Floats, usable: float) -> _B
         if not again.blocked:
             return again
     return first
+
+
+def _shortest(first: _Builder, changes: Sequence[StageChange], held: Floats, usable: float) -> _Builder:
+    """Other orders of the model-stages, longest first, for as long as no GPU and no model-stage explains the seconds."""
+    best, (seconds, enough) = first, first.seconds_and_bound()
+    if seconds <= enough * CLOSE:
+        return best
+    busy = sorted((i for i, c in enumerate(changes) if c.seconds > 0), key=lambda i: -changes[i].seconds)
+    idle = [i for i in range(len(changes)) if i not in busy]
+    for order in islice(permutations(busy), MOST_ORDERS):
+        other = _Builder.run(changes, [*order, *idle], held, usable)
+        if not other.blocked and (found := other.seconds_and_bound()[0]) < seconds:
+            best, seconds = other, found
+            if seconds <= enough * CLOSE:
+                break
+    return best
 
 
 @dataclass(slots=True, kw_only=True)
@@ -247,6 +269,17 @@ class _Builder:
         self.short[group.gpus] = np.maximum(self.short[group.gpus], short)
         return None
 
+    def seconds_and_bound(self) -> tuple[float, float]:
+        """When the last GPU is done; and the busiest GPU's or the longest model-stage's seconds: no order has less."""
+        done, busy = np.zeros(len(self.taken)), np.zeros(len(self.taken))
+        alone: dict[ModelStage, Floats] = {}
+        for g in (g for g in self.groups if g.seconds.any()):
+            starts_of(g, done)
+            starts_of(g, alone.setdefault(g.model_stage, np.zeros(len(done))))
+            busy[g.gpus] += g.seconds[g.part]
+        bound = max((float(each.max()) for each in alone.values()), default=0.0)
+        return float(done.max(initial=0.0)), max(bound, float(busy.max(initial=0.0)))
+
     def infeasible(self, usable: float) -> InfeasibleTransition:
         gpus = np.flatnonzero(self.short > SLACK_BYTES)
         worst = int(gpus[np.argmax(self.short[gpus])])
@@ -269,10 +302,7 @@ def _scheduled(
     free_at, now, peak = np.zeros(len(held)), held.copy(), held.copy()
     starts = []
     for g in built.groups:
-        start = np.zeros(g.num_parts)
-        np.maximum.at(start, g.part, free_at[g.gpus])
-        starts.append(start)
-        free_at[g.gpus] = (start + g.seconds)[g.part]
+        starts.append(starts_of(g, free_at))
         now[g.gpus] += g.take_bytes
         peak[g.gpus] = np.maximum(peak[g.gpus], now[g.gpus])
         now[g.gpus] -= g.free_bytes
@@ -289,6 +319,14 @@ def _scheduled(
     if node_of is not None and np.isfinite(node_bytes_s):
         seconds = max(seconds, float(np.bincount(node_of, dag.received_by_gpu()).max() / node_bytes_s))
     return replace(dag, seconds=seconds + (setup_s if built.groups else 0.0))
+
+
+def starts_of(group: PrimitiveGroup, free_at: Floats) -> Floats:
+    """[parts] when the last of each part's GPUs is free. free_at: [GPUs], moved on to the parts' ends."""
+    start = np.zeros(group.num_parts)
+    np.maximum.at(start, group.part, free_at[group.gpus])
+    free_at[group.gpus] = (start + group.seconds)[group.part]
+    return start
 
 
 def _primitives(dag: TransitionDag) -> Iterator[Primitive]:

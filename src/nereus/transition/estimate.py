@@ -1,9 +1,9 @@
 """From two placements of a model-stage to what each way of changing it moves, without going through tensors.
 
-`direct_flows` decides who sends what by one rule for all GPUs at once: a position of the old layout is read from the
-replica whose GPU is on the reader's node, or else the replicas are taken in turn. What each GPU receives, takes over and
-copies is exact; of regions that several old positions hold (norms, shared KV heads) the sender is the first of them here,
-while the moves that are executed level such regions too (`core.sharding.plan_moves`).
+`direct_flows` decides who sends what by one rule for all GPUs at once: the readers of a position of the old layout take its
+replicas in turn, those on their own node where there are any. What each GPU receives, takes over and copies is exact; of
+regions that several old positions hold (norms, shared KV heads) the sender is the first of them here, while the moves that
+are executed level such regions too (`core.sharding.plan_moves`).
 """
 
 from __future__ import annotations
@@ -68,36 +68,56 @@ def direct_flows(profile: StateProfile, old: Grid, new: Grid, shards: Shards, no
     needed = amount > 0
     if not needed.any():
         return Flows.none()
-    unit, column = np.nonzero(needed)
-    target, amount, has = target[needed], amount[needed], has[column]
-    source = old.gpus[_replicas(old, new, unit, has, target, node_of, staying), has]
+    pair, unit = np.nonzero(needed.T)  # the many small ones of a pair (norms) do not come between the large of another
+    target, amount = target.T[pair, unit], amount.T[pair, unit]
+    turn, has = unit + _ordinals(has)[pair], has[pair]
+    source = old.gpus[_replicas(old, new, turn, has, target, node_of, staying), has]
     total = np.bincount(target, amount, len(node_of))[target]
     exact = amount * shards.received_bytes[target] / total  # the reader's own copies of shared regions are not sent
     return Flows(source=source, target=target, num_bytes=exact)
 
 
-def _replicas(old: Grid, new: Grid, unit: Ints, has: Ints, target: Ints, node_of: Ints, staying: bool) -> Ints:
-    """[f] the old unit that is read: one on the reader's node, else in turn."""
-    usable = np.arange(len(old.gpus))
+def _replicas(old: Grid, new: Grid, turn: Ints, has: Ints, target: Ints, node_of: Ints, staying: bool) -> Ints:
+    """[f] the old unit that is read: those on the reader's node in turn, else all. turn, has, target: [f]."""
+    units = np.arange(len(old.gpus))
     if staying:
         kept = np.flatnonzero((new.position[old.gpus] >= 0).any(1))
-        usable = kept if len(kept) else usable[:1]
-    near = np.full((int(node_of.max()) + 1, old.gpus.shape[1]), -1, dtype=np.int64)
-    gpus = old.gpus[usable]
-    near[node_of[gpus], np.arange(gpus.shape[1])] = usable[:, None]
-    same = near[node_of[target], has]
-    return np.where(same >= 0, same, usable[unit % len(usable)])
+        units = kept if len(kept) else units[:1]
+    gpus = old.gpus[units]
+    positions = gpus.shape[1]
+    place = (node_of[gpus] * positions + np.arange(positions)).reshape(-1)
+    by_place = np.argsort(place, kind="stable")
+    count = np.bincount(place, minlength=(int(node_of.max()) + 1) * positions)
+    wanted = node_of[target] * positions + has
+    first, near = (np.cumsum(count) - count)[wanted], count[wanted]
+    far = near == 0
+    pick = by_place[np.minimum(first + turn % np.maximum(near, 1), len(by_place) - 1)] // positions
+    pick[far] = _ordinals(has[far]) % len(units)
+    return units[pick]
+
+
+def _ordinals(keys: Ints) -> Ints:
+    """[n]: how many of the earlier ones are equal. keys: small."""
+    count = np.bincount(keys)
+    found = np.empty_like(keys)
+    found[np.argsort(keys.astype(np.uint16), kind="stable")] = np.arange(len(keys)) - np.repeat(
+        np.cumsum(count) - count, count
+    )
+    return found
 
 
 def streamed_peak(profile: StateProfile, old: Grid, new: Grid, order: Ints) -> Floats:
     """[GPUs] the most bytes of old and new shards together, slot by slot in `order`, a slot's source freed afterwards."""
-    before, after = profile.slot_bytes(old.layout)[:, order], profile.slot_bytes(new.layout)[:, order]
     pairs = np.stack([old.position, new.position], axis=1)
     kinds, which = np.unique(pairs, axis=0, return_inverse=True)
     nothing = np.zeros((1, len(order)))
-    gone = np.vstack([before, nothing])[kinds[:, 0]]
-    come = np.vstack([after, nothing])[kinds[:, 1]]
-    moment = gone.sum(1, keepdims=True) + np.cumsum(come - gone, axis=1) + gone
+    gone = np.vstack([profile.slot_bytes(old.layout), nothing])[kinds[:, 0]]
+    come = np.vstack([profile.slot_bytes(new.layout), nothing])[kinds[:, 1]]
+    both = (kinds >= 0).all(1)
+    once = np.zeros_like(gone)
+    once[both] = profile.adopted_slot_bytes(new.layout, old.layout, kinds[both, 1], kinds[both, 0])
+    gone, come, once = gone[:, order], come[:, order], once[:, order]
+    moment = gone.sum(1, keepdims=True) + np.cumsum(come - gone, axis=1) + gone - once
     return np.asarray(moment.max(1)[which.reshape(-1)])
 
 

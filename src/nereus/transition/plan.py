@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -116,10 +117,9 @@ class _Change:
         return direct(self.model_stage, lowering, shards, flows, node_of, self.rates, peak)
 
     def _one_sided(self) -> Shards:
+        """For units that are only made, or only destroyed: nothing is received."""
         nothing = np.zeros(len(self.node_of))
-        after, same = nothing, nothing
-        if self.new is not None:
-            after = self.new.by_gpu(self.profile.position_bytes(self.new.layout))
-            if self.old is not None and self.old.layout == self.new.layout:
-                same = np.where(self.old.position == self.new.position, after, 0.0)
-        return Shards(old_bytes=self.held_bytes, new_bytes=after, adopted_bytes=same, received_bytes=nothing)
+        if self.old is not None and self.new is not None:
+            return replace(shards_of(self.profile, self.old, self.new), received_bytes=nothing)
+        after = nothing if self.new is None else self.new.by_gpu(self.profile.position_bytes(self.new.layout))
+        return Shards(old_bytes=self.held_bytes, new_bytes=after, adopted_bytes=nothing, received_bytes=nothing)

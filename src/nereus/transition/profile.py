@@ -21,6 +21,7 @@ from nereus.core.plan import Layout
 from nereus.core.sharding import Cut, Interval, StateSpec, TensorSpec, intersect, layers_of, subtract
 
 Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
 
 PLACES = ("first", "last", "ends", "everywhere")
 """Slots after the layers."""
@@ -79,6 +80,12 @@ class StateProfile:
         tp = self._along_tp(layout.tp, layout.tp)[0].diagonal(axis1=1, axis2=2)
         found = np.einsum("cs,ps,ct->pts", self.weights, self._slots(layout.pp), tp, optimize=True)
         return np.asarray(found.reshape(layout.size, -1))
+
+    def adopted_slot_bytes(self, new: Layout, old: Layout, new_at: Ints, old_at: Ints) -> Floats:
+        """[n, slots]: `Common.adopted` of n pairs of positions, slot by slot."""
+        same = self._along_tp(new.tp, old.tp)[1][:, new_at % new.tp, old_at % old.tp]
+        both = self._slots(new.pp)[new_at // new.tp] * self._slots(old.pp)[old_at // old.tp]
+        return np.asarray(both * (same.T @ self.weights))
 
     def common(self, new: Layout, old: Layout) -> Common:
         """See `Common`. Kept: there are few pairs of layouts."""

@@ -7,7 +7,8 @@ functions (`groups.direct`, `dag.build`) out of the same quantities; tests hold 
     Program
       dag                                    order, edges, seconds, peak memory
       steps[i] of primitive i
-        holdings   GPU -> what it holds when the primitive is done     (no entry: as before, or nothing after a Destroy)
+        holdings   GPU -> what it holds when the primitive is done   (no entry: nothing after a Destroy or a Reshard, else as
+                   before)
         moves      regions to copy, source == target: on the spot
         batches    names of tensors that change together; more than one if streamed
 """
@@ -135,6 +136,9 @@ class _ExactChange:
         self.shards = self._shards()
 
     def ways(self, lowerings: Sequence[Lowering]) -> Iterator[StageChange]:
+        if self.sources == self.targets:
+            yield StageChange(model_stage=self.model_stage, lowering="direct", groups=())
+            return
         if not self.moved:
             yield made(self.model_stage, self.shards)
             return

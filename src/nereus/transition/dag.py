@@ -9,8 +9,9 @@ Groups depend only on groups taken earlier, so the graph is acyclic by construct
 If no group fits, model-stages are tried in another order, then in ways that need less memory (`StageChange.lowering`); if
 there is none, the target is infeasible, and `InfeasibleTransition` says which GPUs are short of what.
 
-Of several orders that fit the one with the shortest schedule is taken. The schedule: every GPU does its primitives in this order, one at a time; a part begins when all of its GPUs have come
-to it. It gives the transition's seconds and the memory of every GPU at every moment.
+Of several orders that fit the one with the shortest schedule is taken. The schedule: every GPU does its primitives in this
+order, one at a time; a part begins when all of its GPUs have come to it. It gives the transition's seconds and the memory
+of every GPU at every moment.
 """
 
 from __future__ import annotations

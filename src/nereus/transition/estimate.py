@@ -93,7 +93,7 @@ def _replicas(old: Grid, new: Grid, turn: Ints, has: Ints, target: Ints, node_of
     far = near == 0
     pick = by_place[np.minimum(first + turn % np.maximum(near, 1), len(by_place) - 1)] // positions
     pick[far] = _ordinals(has[far]) % len(units)
-    return units[pick]
+    return np.asarray(units[pick])
 
 
 def _ordinals(keys: Ints) -> Ints:

@@ -243,13 +243,12 @@ def reference_score_loss(model: nn.Module, batch: Batch, t: ScoreTargets) -> tup
 # -- the cluster -----------------------------------------------------------------------------------------------------
 
 
-class WatchedCluster:
-    """A cluster that installs the present models in workers which start, and notes what each `move` returns."""
+class InstallingCluster:
+    """A cluster that installs the present models in workers which start."""
 
     def __init__(self, inner: Cluster) -> None:
         self._inner = inner
         self.architectures: Mapping[ModelStage, Architecture] = {}
-        self.received: dict[ModelStage, dict[int, int]] = {}
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
@@ -258,30 +257,12 @@ class WatchedCluster:
         self._inner.start(devices)
         self.call("install", dict.fromkeys(devices, (self.architectures,))).results()
 
-    def call(self, method: str, arguments: Mapping[int, tuple[Any, ...]]) -> Call:
-        call = self._inner.call(method, arguments)
-        if method != "move":
-            return call
-        (name,) = {values[0] for values in arguments.values()}
-        return _Noted(call, self.received, name)
-
-
-@dataclass(frozen=True, slots=True)
-class _Noted:
-    call: Call
-    received: dict[ModelStage, dict[int, int]]
-    name: ModelStage
-
-    def results(self) -> dict[int, Any]:
-        self.received[self.name] = self.call.results()
-        return self.received[self.name]
-
 
 class Rig:
     """A fleet on worker processes, and what tests do with it."""
 
     def __init__(self, cluster: Cluster) -> None:
-        self.cluster = WatchedCluster(cluster)
+        self.cluster = InstallingCluster(cluster)
         self.fleet = Fleet(self.cluster, {})
 
     def install(self, models: Mapping[ModelStage, TinyModel], plan: Plan) -> None:
@@ -290,17 +271,20 @@ class Rig:
         self.cluster.architectures = architectures
         self._on_all("install", architectures)
         self.fleet.specs = {name: state_spec(name, a) for name, a in architectures.items()}
-        self.fleet.plan = Plan(())
         self.fleet.create(plan, {name: Source(files=model.files) for name, model in models.items()})
 
     def go(self, plan: Plan, devices: Sequence[int] | None = None) -> None:
         """Change to a plan; `received` then tells what each device received of each model-stage."""
-        self.cluster.received.clear()
-        self.fleet.change(plan, self.cluster.devices if devices is None else devices)
+        self.last = self.fleet.change(plan, self.cluster.devices if devices is None else devices)
 
     def received(self, name: ModelStage) -> dict[int, int]:
-        """Bytes by device in the last change; devices that took no part received nothing."""
-        return {**dict.fromkeys(self.cluster.devices, 0), **self.cluster.received[name]}
+        """Bytes by device in the last change, by the devices' own account."""
+        found = dict.fromkeys(self.cluster.devices, 0)
+        for span in self.last.spans:
+            if span.step.primitive.model_stage == name:
+                for device, num_bytes in span.received.items():
+                    found[device] = found.get(device, 0) + num_bytes
+        return found
 
     def by_unit(self, method: str, name: ModelStage, arguments: Sequence[tuple[Any, ...]]) -> dict[int, Any]:
         """Call a method on all ranks of all units, each unit with its own arguments."""

@@ -49,7 +49,7 @@ def fleet(cluster: LocalCluster, tmp_path: Path) -> Fleet:
 
 def test_a_change_of_plan_after_a_failed_call_or_a_death_loses_nothing(fleet: Fleet) -> None:
     cluster, digest = fleet.cluster, fleet.digest([ACTOR_TRAINING])
-    assert fleet.change(plan(1, 3, 1), [0, 1, 2, 3])[ACTOR_TRAINING].received_bytes > 0
+    assert fleet.change(plan(1, 3, 1), [0, 1, 2, 3]).moved[ACTOR_TRAINING].received_bytes > 0
     assert fleet.digest([ACTOR_TRAINING]) == digest
     with pytest.raises(WorkerFailed):
         cluster.call("no_such_method", {0: ()}).results()

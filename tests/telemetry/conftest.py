@@ -61,6 +61,8 @@ def _transition(step: int, *, equal: bool = True) -> TransitionFinished:
         devices_before=tuple(range(8)),
         devices_after=tuple(range(4)),
         moved={"actor/training": Moved(received_bytes=3_200_000, kept_bytes=1_100_000)},
+        lowerings={"actor/training": "direct"},
+        predicted_seconds=0.25,
         seconds=0.31,
         digest_seconds=0.05,
         digest_before="d0",

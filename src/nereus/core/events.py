@@ -96,7 +96,8 @@ class Moved:
 class TransitionFinished(_Event):
     """The plan changed before `step`. Digests are of the logical state, whatever the layout.
 
-    moved: by model-stage. seconds: of the change itself, the digests apart in `digest_seconds`.
+    moved, lowerings: by model-stage, what it moved and how. seconds: of the change itself, the digests apart in
+    `digest_seconds`; predicted_seconds: of its primitives, before they ran.
     """
 
     step: int
@@ -105,6 +106,8 @@ class TransitionFinished(_Event):
     devices_before: tuple[int, ...]
     devices_after: tuple[int, ...]
     moved: Mapping[str, Moved]
+    lowerings: Mapping[str, str]
+    predicted_seconds: float
     seconds: float
     digest_seconds: float
     digest_before: str

@@ -48,17 +48,16 @@ class UnitModule:
         self.is_first, self.is_last = pp_stage == 0, pp_stage == layout.pp - 1
         self._tp_rank = tp_rank
         self.device = next(iter(tensors.values())).device
-        specs = architecture.parameters.by_name()
-        self.parameters = {
-            name: nn.Parameter(tensor, requires_grad=trainable) for name, tensor in tensors.items() if name in specs
-        }
+        # In the model's order on every rank, however the tensors came here: gradients are reduced in one flat buffer.
+        names = [spec.name for spec in architecture.parameters.tensors if spec.name in tensors]
+        self.parameters = {name: nn.Parameter(tensors[name], requires_grad=trainable) for name in names}
         layers = layers_of(architecture.num_layers, layout.pp, pp_stage)
         self._decoder = _decoder(architecture, layers, self.is_last, self.parameters, self.device)
         _cut_modules(architecture, self._decoder, layers, layout.tp, tp_rank, tp)
         if recompute and trainable:
             # Renamed in transformers 5.20; the old name warns.
-            names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
-            enable = next(getattr(self._decoder, n) for n in names if hasattr(self._decoder, n))
+            known = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
+            enable = next(getattr(self._decoder, n) for n in known if hasattr(self._decoder, n))
             enable({"use_reentrant": False, "preserve_rng_state": False})
             self._decoder.train()
         accepted = inspect.signature(type(self._decoder).forward).parameters

@@ -288,7 +288,7 @@ class Trainer:
             kept = [p.model_stage for p in before.placements if p.model_stage != ACTOR_GENERATION]
             digest_before = self.fleet.digest(kept)
             ready = self.clock()
-            moved = self.fleet.change(change.plan, change.devices)
+            transition = self.fleet.change(change.plan, change.devices)
             changed = self.clock()
             digest_after = self.fleet.digest(kept)
             ended = self.clock()
@@ -299,7 +299,9 @@ class Trainer:
                 after=change.plan,
                 devices_before=devices_before,
                 devices_after=self.fleet.pool,
-                moved={str(name): row for name, row in moved.items()},
+                moved={str(name): row for name, row in transition.moved.items()},
+                lowerings={str(name): way for name, way in transition.program.dag.lowerings.items()},
+                predicted_seconds=transition.program.dag.seconds,
                 seconds=changed - ready,
                 digest_seconds=(ready - started) + (ended - changed),
                 digest_before=digest_before,

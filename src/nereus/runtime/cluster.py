@@ -27,6 +27,7 @@ from typing import Any, Protocol
 import torch.distributed as dist
 
 from nereus.core import errors
+from nereus.runtime.memory import has_shared_memory
 from nereus.runtime.worker import START, Command, Failure, Reply, WorkerSettings, pack, unpack, worker_main
 
 STOP_S = 5.0
@@ -75,6 +76,19 @@ class Cluster(Protocol):
     @property
     def epoch(self) -> int:
         """Grows with every abort, also with one that follows from a failed call or a death. It breaks all communicators."""
+        ...
+
+    @property
+    def shared_memory(self) -> bool:
+        """Whether devices can read each other's state in memory, without messages."""
+        ...
+
+    def node_of(self, device: int) -> int:
+        """The machine that a device is on."""
+        ...
+
+    def wait_any(self, calls: Sequence[Call]) -> int:
+        """Return the index of a call of which all devices have answered, or one has failed or died."""
         ...
 
     def start(self, devices: Sequence[int]) -> None:
@@ -210,6 +224,11 @@ class LocalCall:
         self._values()
 
     @property
+    def ended(self) -> bool:
+        """All have answered, or one has failed: `results` waits for no answer of a worker that does its work."""
+        return self._ended or any(w.failed for w in self._waiting.values())
+
+    @property
     def _ended(self) -> bool:
         return all(w.ended for w in self._waiting.values())
 
@@ -262,6 +281,7 @@ class LocalCluster:
 
     program, arguments: what a worker runs (`WorkerSettings`). preload: modules that the fork server imports once.
     timeout_s: how long a rank waits for a peer before it gives up, and the controller for an aborted worker.
+    shared_memory: whether devices read each other's state in memory; None: CPU devices do, where the system can.
     """
 
     def __init__(
@@ -272,8 +292,10 @@ class LocalCluster:
         preload: Sequence[str] = (),
         device_type: str = "cpu",
         timeout_s: float = 600.0,
+        shared_memory: bool | None = None,
     ) -> None:
         self.timeout_s = timeout_s
+        self.shared_memory = device_type == "cpu" and has_shared_memory() if shared_memory is None else shared_memory
         self._arguments = arguments
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload([worker_main.__module__, program.partition(":")[0], *preload])
@@ -284,6 +306,7 @@ class LocalCluster:
             store_port=self._store.port,
             device_type=device_type,
             timeout_s=timeout_s,
+            shared_memory=self.shared_memory,
         )
         self._inbox: queue.SimpleQueue[tuple[_Worker, Reply | None]] = queue.SimpleQueue()
         self._workers: dict[int, _Worker] = {}
@@ -302,6 +325,17 @@ class LocalCluster:
     @property
     def epoch(self) -> int:
         return self._epoch
+
+    def node_of(self, device: int) -> int:
+        return 0
+
+    def wait_any(self, calls: Sequence[Call]) -> int:
+        while True:
+            for index, call in enumerate(calls):
+                assert isinstance(call, LocalCall)
+                if call.ended:
+                    return index
+            self.take(None)
 
     def process_id(self, device: int) -> int:
         """The operating system's id of a device's process."""

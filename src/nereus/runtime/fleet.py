@@ -1,36 +1,47 @@
-"""The controller's hold on a job's distributed state: which units exist where, and how they are created and changed.
+"""All units of a job on a cluster: make them, change the plan, synchronise weights, compare and save state.
 
-    Fleet.create(plan, sources)        connect, allocate, load from files
-    Fleet.change(plan, devices)        start devices, connect, move every model-stage, commit, stop devices
-    Fleet.weight_sync()                actor/training -> actor/generation, by the same region machinery
+    Fleet.create(plan, sources)        connect, make shards, load from files
+    Fleet.change(plan, devices)        start devices, connect, run the transition's program, commit, stop devices
+    Fleet.weight_sync()                actor/training -> actor/generation, by the same transports
     Fleet.digest(...)                  one comparison for "nothing was lost"
     Fleet.write(model_stage, folder)   layout-free checkpoint of one model-stage
 
-No unit is in use while these run (the caller drains first). Until every rank has received everything, the old state of every
-model-stage is whole; a failure before that leaves it so, and forgets what was allocated.
+No unit is in use while these run (the caller drains first). Who holds what is recorded (`executor.Owners`). When a change
+fails, the devices that are left are asked what they have that is complete; the next change starts from that, whatever plan
+it was laid out for, so nothing is lost of which one copy is left.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from nereus.core.digest import combine, digest_regions
 from nereus.core.errors import PlanError, StateError
 from nereus.core.events import Moved
 from nereus.core.plan import ACTOR_GENERATION, ACTOR_TRAINING, ModelStage, Plan
-from nereus.core.sharding import Holdings, MovePlan, StateSpec, plan_moves
+from nereus.core.sharding import Holdings, Interval, Move, MovePlan, StateSpec, plan_moves
 from nereus.runtime.checkpoint import INDEX, shards
 from nereus.runtime.cluster import Call, Cluster, WorkerDied, WorkerFailed
+from nereus.runtime.executor import Executor, Owners, Span
 from nereus.runtime.files import write_atomically
 from nereus.runtime.groups import GroupDirectory
+from nereus.transition.groups import Lowering
+from nereus.transition.plan import LOWERINGS
+from nereus.transition.program import Program, missing, program
+from nereus.transition.rates import Rates
 
 SHARD_BYTES = 512 * 2**20
 """The most that one rank gathers at a time to write a checkpoint."""
+
+LOCAL_RATES = Rates(intra_bytes_s=2.5e9, inter_bytes_s=2.5e9, copy_bytes_s=3e9, node_bytes_s=4e9, setup_s=2e-3)
+"""CPU devices of one machine, where nothing is known of it (measured here, two cores)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,15 +52,45 @@ class Source:
     seed: int = 0
 
 
-class Fleet:
-    """See the module. specs: the logical state of every model-stage of the job."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Transition:
+    """A change of plan that came about. seconds: of its primitives, measured; dag.seconds of the program: predicted.
 
-    def __init__(self, cluster: Cluster, specs: Mapping[ModelStage, StateSpec]) -> None:
+    moved: by model-stage. peak_bytes: by device, the most state it held at once.
+    """
+
+    program: Program
+    spans: tuple[Span, ...]
+    seconds: float
+    moved: Mapping[ModelStage, Moved]
+    peak_bytes: Mapping[int, int]
+
+
+class Fleet:
+    """See the module. specs: the logical state of every model-stage of the job.
+
+    rates, usable_bytes: what transitions are planned with. lowerings: the ways to change that may be taken.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        specs: Mapping[ModelStage, StateSpec],
+        *,
+        rates: Rates = LOCAL_RATES,
+        usable_bytes: float = float("inf"),
+        lowerings: Sequence[Lowering] = LOWERINGS,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.cluster = cluster
         self.specs = specs
         self.plan = Plan(())
+        self.rates, self.usable_bytes, self.lowerings, self.clock = rates, usable_bytes, lowerings, clock
+        self._owners = Owners()
         self._groups = GroupDirectory()
         self._epoch = cluster.epoch
+        self._version = 0
+        self._broken = False
         self._sync: MovePlan | None = None
 
     @property
@@ -57,81 +98,172 @@ class Fleet:
         return self.cluster.devices
 
     def create(self, plan: Plan, sources: Mapping[ModelStage, Source]) -> None:
-        """Make all units of a plan; those without a source start as zeros, for `weight_sync` to fill."""
+        """Make all units of a plan; those without a source start as zeros, for `weight_sync` to fill.
+
+        The first thing that a fleet does; what devices held before is forgotten.
+        """
+        self._owners, self._broken = Owners(), False
         self._connect(plan, self.pool)
         for placement in plan.placements:
             name = placement.model_stage
-            self._call("allocate", placement.gpus, name, placement).results()
+            holdings = self.specs[name].holdings(placement)
+            self.cluster.call("create", {g: (name, h) for g, h in holdings.items()}).results()
             if name in sources:
                 self._call("load", placement.gpus, name, dict(sources[name].files), sources[name].seed).results()
-            self._call("commit", placement.gpus, name, placement).results()
-        self.plan, self._sync = plan, None
+            for gpu, holding in holdings.items():
+                self._owners.set(name, gpu, holding, None)
+        self._locate(plan)
+        self._commit(plan)
 
-    def change(self, plan: Plan, devices: Sequence[int]) -> dict[ModelStage, Moved]:
-        """Go to another plan on `devices`, at a step boundary. actor/generation is only made: weight_sync must follow."""
+    def prepare(self, plan: Plan) -> Program:
+        """How the fleet would get to a plan. Raises InfeasibleTransition; StateError when a last copy is gone."""
+        largest = max((*self.pool, *plan.gpus, *self.plan.gpus), default=0)
+        nodes = {g: self.cluster.node_of(g) for g in self.pool}
+        return program(
+            self.specs,
+            {name: self._owners.of(name) for name in self.specs},
+            self.plan,
+            plan,
+            node_of=np.array([nodes.get(g, 0) for g in range(largest + 1)]),
+            rates=self.rates,
+            usable_bytes=self.usable_bytes,
+            lowerings=self.lowerings,
+        )
+
+    def change(self, plan: Plan, devices: Sequence[int]) -> Transition:
+        """Go to another plan on `devices`, at a step boundary. actor/generation is only made: weight_sync must follow.
+
+        After an exception the devices that are left hold what they held, or will; call it again, with a plan for them.
+        """
         beyond = sorted(set(plan.gpus) - set(devices))
         if beyond:
             raise PlanError(f"the plan uses devices {beyond}, which are not in the pool {sorted(devices)}")
-        old, added = self.plan, sorted(set(devices) - set(self.pool))
-        if added:
+        if self._broken or not set(self.plan.gpus) <= set(self.pool):
+            self.salvage()
+        if added := sorted(set(devices) - set(self.pool)):
             self.cluster.start(added)
-        pool = self.pool
-        self._connect(plan, pool)
         try:
-            moved = self._fill(plan, pool)
-        except Exception:
-            self._forget_incoming()
+            transition = self._run(plan)
+        except (WorkerDied, WorkerFailed):
+            self._broken = True
             raise
-        for placement in plan.placements:
-            name = placement.model_stage
-            ranks = sorted(set(placement.gpus) | set(old[name].gpus))
-            self.cluster.call(
-                "commit", {r: (name, placement if r in placement.gpus else None) for r in ranks}
-            ).results()
-        self.plan, self._sync = plan, None
-        leaving = sorted(set(pool) - set(devices))
-        if leaving:
+        if leaving := sorted(set(self.pool) - set(devices)):
             self.cluster.stop(leaving)
             self._connect(plan, self.pool)
-        return moved
+        return transition
 
-    def _fill(self, plan: Plan, pool: Sequence[int]) -> dict[ModelStage, Moved]:
-        """Allocate everything of a plan and move into it what is not made by weight_sync."""
-        moved: dict[ModelStage, Moved] = {}
-        for placement in plan.placements:
-            name = placement.model_stage
-            self._call("allocate", placement.gpus, name, placement).results()
-            if name != ACTOR_GENERATION:
-                moved[name] = self._move(name, plan, pool)
-        return moved
+    def salvage(self) -> dict[ModelStage, dict[str, tuple[Interval, ...]]]:
+        """Ask the devices that are left what they hold, and make that the record; returns what no device has, if anything.
 
-    def _forget_incoming(self) -> None:
-        with contextlib.suppress(WorkerDied, WorkerFailed):  # the failure that brought us here is what is reported
-            self._call("discard_incoming", self.pool).results()
+        No unit is in use after this: a change must follow. A device that dies in between is left out.
+        """
+        reports: dict[int, Any] | None = None
+        while reports is None:
+            try:
+                reports = self._call("consolidate", self.pool).results()
+            except WorkerDied:
+                continue
+        self._owners = Owners()
+        for gpu, shards_here in reports.items():
+            for name, holding in shards_here.items():
+                self._owners.set(name, gpu, holding, None)
+        self._broken, self._sync = True, None
+        lost = {name: missing(self.specs[name], self._owners.of(name)) for name in self.specs}
+        return {name: regions for name, regions in lost.items() if regions and name != ACTOR_GENERATION}
 
-    def _move(self, name: ModelStage, plan: Plan, pool: Sequence[int]) -> Moved:
+    def _run(self, plan: Plan) -> Transition:
+        self._connect(plan, self.pool)
+        self._locate(self.plan)
+        todo = self.prepare(plan)
+        names = list(self.specs) if self._broken else [m for m in self.specs if self._changes(m, plan)]
+        self._call("retire", self.pool, names).results()
+        self._call("peak_bytes", self.pool).results()
+        executor = Executor(self.cluster, self._owners, self.clock)
+        started = self.clock()
+        executor.run(todo)
+        seconds = self.clock() - started
+        self._locate(plan)
+        self._commit(plan, names)
+        self._broken = False
+        received: dict[ModelStage, int] = dict.fromkeys((p.model_stage for p in plan.placements), 0)
+        for span in executor.spans:
+            name = span.step.primitive.model_stage
+            received[name] = received.get(name, 0) + span.received_bytes
+        moved = {
+            name: Moved(received_bytes=received[name], kept_bytes=max(0, self._held_bytes(name) - received[name]))
+            for name in received
+            if name in plan and name != ACTOR_GENERATION
+        }
+        return Transition(
+            program=todo,
+            spans=tuple(executor.spans),
+            seconds=seconds,
+            moved=moved,
+            peak_bytes=self._call("peak_bytes", self.pool).results(),
+        )
+
+    def _changes(self, name: ModelStage, plan: Plan) -> bool:
+        before, after = (p[name] if name in p else None for p in (self.plan, plan))  # noqa: SIM401
+        return before != after
+
+    def _held_bytes(self, name: ModelStage) -> int:
         spec = self.specs[name]
-        moves = plan_moves(spec, spec.holdings(self.plan[name]), spec.holdings(plan[name]))
-        involved = sorted({r for m in moves.moves for r in (m.source, m.target)})
-        received = self._call("move", involved, name, moves.moves, pool).results()
-        if sum(received.values()) != moves.total_received_bytes:
-            raise StateError(
-                f"{name}: {sum(received.values())} bytes arrived, {moves.total_received_bytes} were planned"
-            )
-        return Moved(received_bytes=moves.total_received_bytes, kept_bytes=moves.total_kept_bytes)
+        return sum(spec.holding_bytes(h) for h in self._owners.of(name).values())
+
+    def _locate(self, plan: Plan) -> None:
+        """Where shards lie of which that is not known yet, for peers to read."""
+        if not self.cluster.shared_memory:
+            return
+        unknown: dict[int, list[ModelStage]] = {}
+        for name in self.specs:
+            places = self._owners.addresses.get(name, {})
+            for gpu in self._owners.of(name):
+                if gpu not in places:
+                    unknown.setdefault(gpu, []).append(name)
+        if not unknown:
+            return
+        for gpu, found in (
+            self.cluster.call("addresses", {g: (names,) for g, names in unknown.items()}).results().items()
+        ):
+            for name, address in found.items():
+                self._owners.set(name, gpu, self._owners.of(name)[gpu], address)
+
+    def _commit(self, plan: Plan, names: Sequence[ModelStage] | None = None) -> None:
+        """Make units of the shards of these model-stages."""
+        self._version += 1
+        by_gpu: dict[int, dict[ModelStage, Any]] = {g: {} for g in self.pool}
+        for placement in plan.placements:
+            if names is None or placement.model_stage in names:
+                for gpu in placement.gpus:
+                    by_gpu[gpu][placement.model_stage] = placement
+        self.cluster.call("commit", {g: (self._version, made) for g, made in by_gpu.items()}).results()
+        self.plan, self._sync = plan, None
 
     def weight_sync(self) -> int:
         """Give the generation units the trained parameters; returns the bytes that crossed between ranks."""
         if self._sync is None:
-            generation = self.specs[ACTOR_GENERATION]
             self._sync = plan_moves(
-                generation,
-                generation.holdings(self.plan[ACTOR_TRAINING]),
-                generation.holdings(self.plan[ACTOR_GENERATION]),
+                self.specs[ACTOR_GENERATION],
+                self._owners.of(ACTOR_TRAINING),
+                self._owners.of(ACTOR_GENERATION),
+                node_of=self.cluster.node_of,
             )
-        ranks = sorted({*self.plan[ACTOR_TRAINING].gpus, *self.plan[ACTOR_GENERATION].gpus})
-        self._call("synchronise", ranks, ACTOR_TRAINING, ACTOR_GENERATION, self._sync.moves, self.pool).results()
+        arguments = self._parts(self._sync.moves, ACTOR_TRAINING)
+        orders = {g: (ACTOR_TRAINING, ACTOR_GENERATION, *part) for g, part in arguments.items()}
+        self.cluster.call("synchronise", orders).results()
         return self._sync.total_received_bytes
+
+    def _parts(self, moves: Sequence[Move], source: ModelStage) -> dict[int, tuple[list[Move], dict[int, Any]]]:
+        """By device that has to do something: its moves, and where the shards lie that it reads."""
+        shared, places = self.cluster.shared_memory, self._owners.addresses.get(source, {})
+        own: dict[int, list[Move]] = {}
+        for move in moves:
+            for gpu in {move.target} if shared else {move.source, move.target}:
+                own.setdefault(gpu, []).append(move)
+        return {
+            g: (listed, {s: places[s] for s in {m.source for m in listed} - {g}} if shared else {})
+            for g, listed in own.items()
+        }
 
     def digest(self, names: Sequence[ModelStage]) -> str:
         """One line for the logical state of several model-stages; raises StateError when replicas differ."""
@@ -139,7 +271,7 @@ class Fleet:
 
     def digest_of(self, name: ModelStage, spec: StateSpec) -> str:
         """The digest of one model-stage's tensors that are in `spec`."""
-        regions = digest_regions(spec, spec.holdings(self.plan[name]))
+        regions = digest_regions(spec, self._owned(name, spec))
         reports = self.cluster.call("digest_sums", {gpu: (name, regions[gpu]) for gpu in regions}).results()
         return combine(spec, regions, reports)
 
@@ -155,29 +287,35 @@ class Fleet:
         Files are gathered and written by the ranks of the first unit in turn, at most SHARD_BYTES each. index: also
         write the index file that transformers looks for.
         """
-        placement = self.plan[name]
-        specs, sources = self.specs[name].by_name(), self.specs[name].holdings(placement)
-        groups, writers, total, where = shards(spec, SHARD_BYTES), placement.unit_gpus(0), 0, {}
+        specs, sources = self.specs[name].by_name(), self._owned(name, spec)
+        groups, writers, total, where = shards(spec, SHARD_BYTES), self.plan[name].unit_gpus(0), 0, {}
         for i, names in enumerate(groups):
             file = f"{stem}-{i + 1:05d}-of-{len(groups):05d}.safetensors"
             where.update(dict.fromkeys(names, file))
             targets: Holdings = {writers[i % len(writers)]: {n: ((0, specs[n].length),) for n in names}}
             part = StateSpec(tuple(specs[n] for n in names), spec.num_layers)
-            moves = plan_moves(part, sources, targets)
-            ranks = sorted({r for m in moves.moves for r in (m.source, m.target)})
-            arguments = {r: (name, targets.get(r, {}), moves.moves, self.pool, str(folder / file)) for r in ranks}
+            moves = plan_moves(part, sources, targets, node_of=self.cluster.node_of).moves
+            arguments = {
+                g: (name, targets.get(g, {}), own, str(folder / file), places)
+                for g, (own, places) in self._parts(moves, name).items()
+            }
             total += sum(self.cluster.call("write_gathered", arguments).results().values())
         if index:
             table = {"metadata": {"total_size": spec.num_bytes}, "weight_map": where}
             write_atomically(folder / INDEX, json.dumps(table, indent=1))
         return total
 
+    def _owned(self, name: ModelStage, spec: StateSpec) -> Holdings:
+        """What is held of a model-stage's tensors that are in `spec`."""
+        names = {t.name for t in spec.tensors}
+        return {g: {n: i for n, i in h.items() if n in names} for g, h in self._owners.of(name).items()}
+
     def _connect(self, plan: Plan, pool: Sequence[int]) -> None:
         if self.cluster.epoch != self._epoch:
             self._groups.forget()
             self._epoch = self.cluster.epoch
         groups = self._groups.change(plan, pool, {r: self.cluster.incarnation(r) for r in pool})
-        self._call("connect", pool, groups).results()
+        self._call("connect", pool, groups, pool).results()
 
     def _call(self, method: str, ranks: Sequence[int], *arguments: Any) -> Call:
         return self.cluster.call(method, dict.fromkeys(ranks, arguments))

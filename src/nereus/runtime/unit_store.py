@@ -1,31 +1,48 @@
-"""What a worker holds: the state of its units, and the commands that create, move, check and save it.
+"""What a worker holds: the state of its units, and the commands that make, move, check and save it.
 
-A change of plan builds a model-stage's new state beside the old one:
+A primitive of a transition builds a model-stage's new shard beside the old one:
 
-    allocate   memory for the new holding           (`incoming`)
-    move       regions from the old to the new      old untouched
-    commit     the new one becomes the unit         old freed
+    build      memory for the new shard, or for some of its tensors, and their content    old untouched
+    settle     what has arrived everywhere takes the place of the old, which is freed
+    commit     shards become units: at the end of a transition, never before
 
-so that a failure before `commit` leaves everything as it was. A program (the RL worker, a test) derives from `UnitStore`
-and makes units out of states; the store itself knows nothing of models.
+so whatever fails, what was complete is still there, under one of two names: `consolidate` puts the two together and says
+what this rank has. A program (the RL worker, a test) derives from `UnitStore` and makes units out of states; the store
+itself knows nothing of models.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, TypeVar
 
-import torch
-
+from nereus.core.errors import StateError
 from nereus.core.plan import ModelStage, Placement
 from nereus.core.sharding import Holding, Interval, Move, StateSpec
 from nereus.runtime.checkpoint import read_regions, write_tensors
 from nereus.runtime.groups import Group, GroupTable
-from nereus.runtime.state import LocalState, transfer
+from nereus.runtime.memory import Allocator, DeviceMemory, SharedMemory
+from nereus.runtime.state import LocalState, StateAddress
+from nereus.runtime.transport import NO_ADDRESSES, PeerToPeer, SharedMemoryCopy, Transport
 from nereus.runtime.worker import WorkerContext
+from nereus.transition.program import union
 
 U = TypeVar("U")
+
+Names = Set[str] | None
+"""Tensors by name; None for all."""
+
+Addresses = Mapping[int, StateAddress]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Built:
+    """What a rank says of a build. address: of the new shard, where memory is shared."""
+
+    received_bytes: int
+    address: StateAddress | None
 
 
 class UnitStore(Generic[U]):
@@ -36,8 +53,13 @@ class UnitStore(Generic[U]):
         self.me = context.device_id
         self.specs = specs
         self.units: dict[ModelStage, U] = {}
+        self.version = 0
+        self._allocator: Allocator = SharedMemory() if context.shared_memory else DeviceMemory(context.device)
         self._states: dict[ModelStage, LocalState] = {}
         self._incoming: dict[ModelStage, LocalState] = {}
+        self._arrived: dict[ModelStage, set[str]] = {}
+        self._peak_bytes = 0
+        self._messages: PeerToPeer | None = None
         self.groups = GroupTable(
             me=self.me, store=context.store, flag=context.flag, device=context.device, timeout_s=context.timeout_s
         )
@@ -51,43 +73,94 @@ class UnitStore(Generic[U]):
     def ping(self) -> int:
         return self.me
 
-    def connect(self, groups: Sequence[Group]) -> None:
-        """Open and close communicators so that these are open."""
+    def connect(self, groups: Sequence[Group], pool: Sequence[int]) -> None:
+        """Open and close communicators so that these are open; transfers go among `pool`."""
+        self._messages = None
         self.groups.change(groups)
+        if not self.context.shared_memory:
+            self._messages = PeerToPeer(self.groups.get("pool", tuple(sorted(pool))))
 
-    def allocate(self, model_stage: ModelStage, placement: Placement) -> int:
-        """Zeros for what this rank will hold under `placement`; returns their bytes."""
-        at = placement.position(self.me)
-        spec = self.specs[model_stage]
-        holding = spec.position_holding(placement.layout, at.pp_stage, at.tp_rank)
-        self._incoming[model_stage] = LocalState.zeros(spec, holding, self.context.device)
-        return self._incoming[model_stage].num_bytes
+    def retire(self, names: Sequence[ModelStage]) -> None:
+        """Take units out of use; their state stays."""
+        for name in names:
+            self.units.pop(name, None)
 
-    def move(self, model_stage: ModelStage, moves: Sequence[Move], pool: Sequence[int]) -> int:
-        """From the present state of a model-stage to the allocated one; returns bytes received from other ranks."""
-        source, target = self._states.get(model_stage), self._incoming.get(model_stage)
-        return self._transfer(moves, source, target, pool)
-
-    def synchronise(self, source: ModelStage, target: ModelStage, moves: Sequence[Move], pool: Sequence[int]) -> int:
-        """Overwrite one model-stage's tensors with another's; returns bytes received from other ranks."""
-        return self._transfer(moves, self._states.get(source), self._states.get(target), pool)
+    def create(self, model_stage: ModelStage, holding: Holding) -> None:
+        """A shard of zeros, for `load` or weight_sync to fill."""
+        state = LocalState.empty(self.specs[model_stage], holding, self._allocator)
+        state.add(holding, zero=True)
+        self._states[model_stage] = state
+        self._note_peak()
 
     def load(self, model_stage: ModelStage, files: Mapping[str, str], seed: int) -> None:
-        """Fill the allocated state from safetensors files (`runtime.checkpoint.read_regions`)."""
-        read_regions(self._incoming[model_stage], files, seed)
+        """Fill a shard from safetensors files (`runtime.checkpoint.read_regions`)."""
+        read_regions(self._states[model_stage], files, seed)
 
-    def commit(self, model_stage: ModelStage, placement: Placement | None) -> None:
-        """Put the allocated state in the place of the present one; None: this rank holds nothing of it any more."""
-        self.units.pop(model_stage, None)
-        self._states.pop(model_stage, None)
-        if placement is not None:
-            state = self._incoming.pop(model_stage)
-            self._states[model_stage] = state
-            self.units[model_stage] = self.make_unit(placement, state)
+    def build(
+        self,
+        model_stage: ModelStage,
+        holding: Holding | None,
+        names: Names,
+        moves: Sequence[Move],
+        addresses: Addresses = NO_ADDRESSES,
+    ) -> Built:
+        """This rank's part of a primitive, or of one batch of its tensors.
 
-    def discard_incoming(self) -> None:
-        """Forget allocations of a change that did not come about."""
-        self._incoming.clear()
+        holding: what the whole new shard will have; None for a rank that only sends. names: the tensors of this batch.
+        moves: those that concern this rank. addresses: of the shards that are read.
+        """
+        present = self._states.get(model_stage)
+        incoming = self._incoming_shard(model_stage, holding, names) if holding is not None else None
+        received = self._transport().transfer(moves, source=present, target=incoming, addresses=addresses)
+        if incoming is None:
+            return Built(received_bytes=received, address=None)
+        arrived = self._arrived.setdefault(model_stage, set())
+        arrived |= set(incoming.tensors)
+        shared = self.context.shared_memory and arrived == set(incoming.holding)
+        return Built(received_bytes=received, address=incoming.address() if shared else None)
+
+    def settle(self, model_stage: ModelStage, names: Names, last: bool) -> None:
+        """Free the old shard's tensors of a batch; after the last one the new shard, if there is one, is the shard."""
+        if (present := self._states.get(model_stage)) is not None:
+            present.drop([n for n in present.tensors if names is None or n in names])
+        if last:
+            self._states.pop(model_stage, None)
+            self._arrived.pop(model_stage, None)
+            if (incoming := self._incoming.pop(model_stage, None)) is not None:
+                self._states[model_stage] = incoming
+
+    def commit(self, version: int, placements: Mapping[ModelStage, Placement]) -> None:
+        """Make units of the shards of these model-stages, which are complete. version: grows with every transition."""
+        assert version > self.version, "a commit of the past"
+        for name, placement in placements.items():
+            at, state = placement.position(self.me), self._states[name]
+            holding = state.spec.position_holding(placement.layout, at.pp_stage, at.tp_rank)
+            if state.holding != holding or set(state.tensors) != set(holding):
+                raise StateError(f"{name}: device {self.me} does not hold the shard of its position")
+            self.units[name] = self.make_unit(placement, state)
+        self.version = version
+
+    def consolidate(self) -> dict[ModelStage, Holding]:
+        """After a failure: one shard of all that is complete of each model-stage here, old or new; what each holds."""
+        for name in {*self._states, *self._incoming}:
+            self.units.pop(name, None)
+            states = [s for s in (self._states.get(name), self._arrived_shard(name)) if s is not None]
+            self._incoming.pop(name, None)
+            self._arrived.pop(name, None)
+            self._states[name] = states[0] if len(states) == 1 else self._joined(*states)
+        return {name: _present(state) for name, state in self._states.items()}
+
+    def addresses(self, names: Sequence[ModelStage]) -> dict[ModelStage, StateAddress]:
+        """Where the shards of these model-stages lie, for peers; only with shared memory."""
+        return {name: self._states[name].address() for name in names if name in self._states}
+
+    def synchronise(
+        self, source: ModelStage, target: ModelStage, moves: Sequence[Move], addresses: Addresses = NO_ADDRESSES
+    ) -> int:
+        """Overwrite one model-stage's tensors with another's; returns bytes received from other ranks."""
+        return self._transport().transfer(
+            moves, source=self._states.get(source), target=self._states.get(target), addresses=addresses
+        )
 
     def digest_sums(self, model_stage: ModelStage, regions: Mapping[str, Sequence[Interval]]) -> dict[str, list[int]]:
         """See `core.digest`."""
@@ -103,23 +176,69 @@ class UnitStore(Generic[U]):
         model_stage: ModelStage,
         holding: Holding,
         moves: Sequence[Move],
-        pool: Sequence[int],
         path: str,
+        addresses: Addresses = NO_ADDRESSES,
     ) -> int:
         """Gather whole tensors on the rank whose `holding` is not empty, which writes them to `path`; bytes written."""
-        target = LocalState.zeros(self.specs[model_stage], holding, self.context.device)
-        self._transfer(moves, self._states.get(model_stage), target, pool)
-        return write_tensors(Path(path), target.tensors) if holding else 0
+        target = LocalState.zeros(self.specs[model_stage], holding, self.context.device) if holding else None
+        source = self._states.get(model_stage)
+        self._transport().transfer(moves, source=source, target=target, addresses=addresses)
+        return write_tensors(Path(path), target.tensors) if target is not None else 0
 
-    def _transfer(
-        self, moves: Sequence[Move], source: LocalState | None, target: LocalState | None, pool: Sequence[int]
-    ) -> int:
-        with torch.no_grad():
-            return transfer(
-                moves,
-                me=self.me,
-                source=source,
-                target=target,
-                communicator=self.groups.get("pool", tuple(sorted(pool))),
-                device=self.context.device,
-            )
+    def peak_bytes(self) -> int:
+        """The most state that was here at once since the last call."""
+        peak, self._peak_bytes = self._peak_bytes, self._held_bytes()
+        return max(peak, self._peak_bytes)
+
+    # -- inside --------------------------------------------------------------------------------------------------
+
+    def _incoming_shard(self, model_stage: ModelStage, holding: Holding, names: Names) -> LocalState:
+        """The new shard with memory for a batch: taken over from the old one where both have the same intervals."""
+        incoming = self._incoming.get(model_stage)
+        if incoming is None:
+            incoming = LocalState.empty(self.specs[model_stage], holding, self._allocator)
+            self._incoming[model_stage] = incoming
+        wanted = [n for n in holding if names is None or n in names]
+        if (present := self._states.get(model_stage)) is not None:
+            incoming.adopt(present, [n for n in wanted if n in present.tensors])
+        incoming.add([n for n in wanted if n not in incoming.tensors])
+        self._note_peak()
+        return incoming
+
+    def _arrived_shard(self, name: ModelStage) -> LocalState | None:
+        """The part of the new shard that is complete."""
+        incoming = self._incoming.get(name)
+        if incoming is not None:
+            incoming.drop([n for n in incoming.tensors if n not in self._arrived.get(name, ())])
+        return incoming
+
+    def _joined(self, a: LocalState, b: LocalState) -> LocalState:
+        """All that two shards have; tensors that one of them has whole are not copied."""
+        both = LocalState.empty(a.spec, union(_present(a), _present(b)), self._allocator)
+        for part in (a, b):
+            both.adopt(part, [n for n in part.tensors if n not in both.tensors])
+        rest = [n for n in both.holding if n not in both.tensors]
+        both.add(rest)
+        for part in (a, b):
+            for name in rest:
+                for start, stop in part.holding[name] if name in part.tensors else ():
+                    both.region(name, start, stop).copy_(part.region(name, start, stop))
+        for part in (a, b):
+            part.drop()
+        return both
+
+    def _transport(self) -> Transport:
+        if self.context.shared_memory:
+            return SharedMemoryCopy(self.me, self.context.flag)
+        assert self._messages is not None, "connect comes before any transfer"
+        return self._messages
+
+    def _held_bytes(self) -> int:
+        return sum(state.num_bytes for state in (*self._states.values(), *self._incoming.values()))
+
+    def _note_peak(self) -> None:
+        self._peak_bytes = max(self._peak_bytes, self._held_bytes())
+
+
+def _present(state: LocalState) -> Holding:
+    return {name: state.holding[name] for name in state.tensors}

@@ -35,13 +35,14 @@ LOST_CONTROLLER_EXIT = 17
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerContext:
-    """What a program gets to know about where it runs."""
+    """What a program gets to know about where it runs. shared_memory: state lies where its peers can map it."""
 
     device_id: int
     device: torch.device
     store: dist.Store
     flag: AbortFlag
     timeout_s: float
+    shared_memory: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +54,7 @@ class WorkerSettings:
     store_port: int
     device_type: str
     timeout_s: float
+    shared_memory: bool
 
 
 START = "start"
@@ -155,6 +157,7 @@ class _Device:
             store=dist.TCPStore(settings.store_host, settings.store_port, is_master=False),
             flag=self._flag,
             timeout_s=settings.timeout_s,
+            shared_memory=settings.shared_memory,
         )
         module, _, name = settings.program.partition(":")
         self._program = getattr(importlib.import_module(module), name)(context, *arguments)

@@ -32,6 +32,8 @@ def test_json_is_one_object_with_a_plan_that_fits(capsys: pytest.CaptureFixture[
     assert best["peak_bytes"] <= found["usable_bytes"]
     assert [p["step_latency_s"] for p in found["plans"]] == sorted(p["step_latency_s"] for p in found["plans"])
     assert set(found["why"]["model_stages"]) == set(best["plan"])
+    asked = found["scenario"]
+    assert (asked["device"], asked["gpus"], asked["workload"]["response_length"]) == ("H200", 8, 256)
     assert found["estimate"]["step_latency_s"] == pytest.approx(best["step_latency_s"])
 
 
@@ -83,6 +85,7 @@ def test_a_picture_is_drawn(tmp_path: Path) -> None:
     [
         (("--gpus", "0"), "gpus: 0 must be at least 1"),
         (("--length", "0"), "response_length=0"),
+        (("--length", "2048", "--longest", "1024"), "response_max=1024"),
         (("--model", "Llama-9"), "Llama-9"),
         (("--device", "abacus"), "abacus"),
         (("--sweep", "length=1..2"), "length=1..2"),
@@ -107,6 +110,8 @@ def test_a_job_file_says_what_it_trains(write_job: Callable[..., Path], capsys: 
     assert json.loads(capsys.readouterr().out)["gpus"] == 2
     assert main(["plan", str(job), "--model", "Llama-3.1-8B"]) == 2
     assert "--model" in capsys.readouterr().err
+    assert main(["plan", str(job), "--longest", "64"]) == 2
+    assert "--longest" in capsys.readouterr().err
     assert main(["plan", str(job), "--set", "model.path=/nowhere/Llama-9"]) == 2
     assert "model.path: model folder /nowhere/Llama-9 does not exist" in capsys.readouterr().err
     assert main(["plan", str(job), "--device", "H200", "--set", "model.path=/nowhere/Qwen3-0.6B"]) == 0

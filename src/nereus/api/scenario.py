@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -115,6 +115,19 @@ class Scenario:
         p95, longest = (None if x is None else x / w.response_length * length for x in (w.response_p95, w.response_max))
         workload = replace(w, response_length=length, response_p95=p95, response_max=longest)
         return replace(self, gpus=self.gpus if gpus is None else gpus, workload=workload)
+
+    def to_json(self) -> dict[str, Any]:
+        kind = self.device_kind
+        return {
+            "name": self.name,
+            "algorithm": self.algorithm,
+            "device": kind.name,
+            "device_source": self.source,
+            "memory_bytes": kind.memory_bytes,
+            "gpus": self.gpus,
+            "recompute": self.recompute,
+            "workload": asdict(self.workload),
+        }
 
     # -- parts -------------------------------------------------------------------------------------------------------
 
@@ -300,7 +313,7 @@ def describe(
     Raises UserError.
     """
     shape = shape_of(model)
-    longest = max(3 * response_length if response_max is None else response_max, response_length)
+    longest = 3 * response_length if response_max is None else response_max
     kind: DeviceKind | CpuHost = _device(device) if isinstance(device, str) else device
     workload = Workload(
         prompts=prompts,

@@ -82,6 +82,8 @@ class Plan:
     """Kind of GPU (A100-40GB, A100-80GB, H200, ...), or cpu, which is measured (A100-80GB; of a job file: what is here)."""
     length: float | None = None
     """Mean response length, tokens (2048; of a job file: a third of its max_new_tokens)."""
+    longest: float | None = None
+    """Longest response, tokens (three times the mean; of a job file: its max_new_tokens)."""
     prompt: float | None = None
     """Mean prompt length, tokens (512; of a job file: of its task's first prompts)."""
     prompts: int | None = None
@@ -134,7 +136,13 @@ class Plan:
             "recompute": self.recompute,
             "calibration": read_calibration(self.calibration),
         }
-        described = {"model": self.model, "prompts": self.prompts, "samples": self.samples, "algorithm": self.algorithm}
+        described: dict[str, Any] = {
+            "model": self.model,
+            "longest": self.longest,
+            "prompts": self.prompts,
+            "samples": self.samples,
+            "algorithm": self.algorithm,
+        }
         described = {name: value for name, value in described.items() if value is not None}
         if self.job is not None:
             if described:
@@ -145,9 +153,9 @@ class Plan:
             return scenario_of(load_job(self.job, overrides), **given)
         if self.set:
             raise UserError(f"--set {self.set[0]!r} overrides a field of a job file, and none is given")
-        if "samples" in described:
-            described["samples_per_prompt"] = described.pop("samples")
-        given = {name: value for name, value in {**given, **described}.items() if value is not None}
+        names = {"samples": "samples_per_prompt", "longest": "response_max"}
+        given |= {names.get(name, name): value for name, value in described.items()}
+        given = {name: value for name, value in given.items() if value is not None}
         return describe(**{"gpus": 64 if self.gpus is None else self.gpus, **given})
 
 

@@ -30,7 +30,12 @@ def show(console: Console, scenario: Scenario) -> dict[str, Any]:
     choice = scenario.choose()
     why = scenario.explain(choice)
     console.print(choice_view(scenario, choice, why, console.width))
-    return {**choice.to_json(), "estimate": scenario.estimate(choice.best.plan).to_json(), "why": why.to_json()}
+    return {
+        "scenario": scenario.to_json(),
+        **choice.to_json(),
+        "estimate": scenario.estimate(choice.best.plan).to_json(),
+        "why": why.to_json(),
+    }
 
 
 def sweep_axes(texts: Sequence[str], scenario: Scenario) -> tuple[list[int], list[int]]:

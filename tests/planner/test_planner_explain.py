@@ -9,6 +9,7 @@ import pytest
 from planner_cases import random_problem, table
 from rich.console import Console
 
+from nereus.api.scenario import describe
 from nereus.cli.plan_view import choice_view, gpu_ranges
 from nereus.core.graph import job_graph
 from nereus.core.plan import ACTOR_GENERATION, ACTOR_TRAINING, REFERENCE_INFERENCE
@@ -98,17 +99,18 @@ def test_holding_keeps_the_current_layout() -> None:
     assert held > 10
 
 
-def test_the_view_shows_every_model_stage_and_marks_the_chosen_plan() -> None:
-    problem = next(p for p in (random_problem(random.Random(s), rows=8) for s in range(99)) if len(solve(p, 4)) > 2)
-    choice = chosen(problem)
+def test_the_view_shows_every_model_stage_and_the_alternatives() -> None:
+    scenario = describe("SmolLM2-135M", gpus=4, prompts=8, response_length=32)
+    choice = scenario.choose()
     console = Console(width=220, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    console.print(choice_view(choice, explain(choice)))
+    console.print(choice_view(scenario, choice, explain(choice), 220))
     text = console.export_text()
-    for m in problem.model_stages:
+    for m in choice.problem.model_stages:
         assert str(m) in text
-    assert text.count("│ * │") == 1
     assert "held back by" in text
-    assert set(choice.to_json()["plans"][0]["plan"]) == {str(m) for m in problem.model_stages}
+    assert choice.alternatives
+    assert "alternatives" in text
+    assert set(choice.to_json()["plans"][0]["plan"]) == {str(m) for m in choice.problem.model_stages}
 
 
 def test_memory_by_gpu_is_the_memory_by_position() -> None:
@@ -123,5 +125,5 @@ def test_memory_by_gpu_is_the_memory_by_position() -> None:
 
 def test_gpu_ranges_are_short() -> None:
     assert gpu_ranges([3, 0, 1, 2]) == "0-3"
-    assert gpu_ranges([0, 2, 3, 9]) == "0,2-3,9"
-    assert gpu_ranges(range(0, 40, 2)) == "20 GPUs in 20 ranges"
+    assert gpu_ranges([0, 2, 3]) == "0,2-3"
+    assert gpu_ranges(range(0, 40, 2)) == "20 of them"

@@ -12,11 +12,11 @@ from planner_cases import allowed_sets, best_by_layout, number_of_tries, random_
 
 from nereus.core.errors import PlanError
 from nereus.core.plan import ACTOR_TRAINING, CRITIC_TRAINING, ModelStage
-from nereus.planner.choice import choose
+from nereus.planner.choice import choose, table_rows
 from nereus.planner.frontier import costs, fitting, skyband
 from nereus.planner.infeasible import Infeasible
 from nereus.planner.problem import GpuPool, Problem, evaluate
-from nereus.planner.search import Found, solve
+from nereus.planner.search import Found, solution, solve
 
 K = 4
 
@@ -56,6 +56,39 @@ def test_plans_cannot_differ_in_what_the_graph_has_not() -> None:
     problem = next(p for p in small_problems(7, 20) if CRITIC_TRAINING not in p.model_stages)
     with pytest.raises(PlanError, match="critic/training"):
         choose(problem.tables, problem.pool, problem.graph, capacity_bytes=9.0, distinct_in=(CRITIC_TRAINING,))
+
+
+def drifted(rng: random.Random, problem: Problem) -> Problem:
+    """The same job later: other seconds and bytes, and now and then other GPUs or fewer candidates."""
+    tables = {}
+    for m, t in problem.tables.items():
+        factor = np.array([rng.uniform(0.8, 1.25) for _ in range(len(t))])
+        seconds = {name: column * factor for name, column in t.seconds.items()}
+        tables[m] = replace(t, seconds=seconds, working_bytes=t.working_bytes * factor)
+        if rng.random() < 0.1 and len(t) > 1:
+            tables[m] = table_rows(tables[m], np.arange(len(t)) > 0)
+    fewer = rng.random() < 0.2 and len(problem.pool.nodes) > 1
+    pool = replace(problem.pool, nodes=problem.pool.nodes[1:]) if fewer else problem.pool
+    return replace(problem, tables=tables, pool=pool, capacity_bytes=problem.capacity_bytes * rng.uniform(0.9, 1.1))
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_an_earlier_solution_changes_only_how_long_the_search_takes(seed: int) -> None:
+    rng, used = random.Random(300 + seed), 0
+    for _ in range(25):
+        problem = random_problem(rng, rows=12)
+        earlier = solution(problem, K)
+        for _ in range(3):
+            problem = drifted(rng, problem)
+            afresh = solve(problem, K)
+            earlier = solution(problem, K, None, earlier)
+            assert [f.objective_s for f in earlier.found] == pytest.approx([f.objective_s for f in afresh], rel=1e-9)
+            used += len(earlier.found) == K
+        other = solution(problem, 2, (ACTOR_TRAINING,), earlier)
+        assert [f.objective_s for f in other.found] == pytest.approx(
+            [f.objective_s for f in solve(problem, 2, (ACTOR_TRAINING,))], rel=1e-9
+        )
+    assert used > 10
 
 
 def test_random_problems_cover_what_matters() -> None:

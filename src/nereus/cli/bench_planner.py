@@ -23,9 +23,9 @@ from nereus.core.shapes import ModelShape
 from nereus.core.workload import Workload
 from nereus.cost.model import CandidateTable, CostModel
 from nereus.planner.choice import choose
-from nereus.planner.frontier import Frontier, fitting, frontier, sample
+from nereus.planner.frontier import Frontier, frontier
 from nereus.planner.problem import STAGE_ORDER, TIE, GpuPool, Problem, task_seconds
-from nereus.planner.search import Search
+from nereus.planner.search import rough
 
 POOLS = (8, 32, 64, 128, 256, 512, 1024, 4096, 16384)
 AIMS_MS = {32: 1.0, 1024: 5.0, 16384: 50.0}
@@ -192,13 +192,6 @@ class _Program:
 
         model = Model("planner")
         model.hideOutput()
-        first = Search(
-            problem=problem,
-            frontiers={m: sample(fitting(problem, m), problem.usable_bytes) for m in problem.model_stages},
-            k=1,
-            distinct_in=(),
-        )
-        first.dive()
         program = cls(
             problem=problem,
             model=model,
@@ -206,7 +199,7 @@ class _Program:
             picks={},
             starts={},
             apart={},
-            horizon_s=min((f.objective_s for f in first.found.values()), default=1e5) * (1 + 1e-6),
+            horizon_s=min((f.objective_s for f in rough(problem)), default=1e5) * (1 + 1e-6),
         )
         program.choose_candidates()
         program.lay_out()

@@ -16,7 +16,7 @@ from nereus.cost.model import CandidateTable
 from nereus.planner.infeasible import TablesFor, shortfall
 from nereus.planner.placement import kept_bytes, place, state_bytes
 from nereus.planner.problem import HEADROOM, Estimate, GpuPool, Problem, Selection, evaluate
-from nereus.planner.search import solve
+from nereus.planner.search import Solution, solution
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,6 +86,7 @@ class PlanChoice:
 
     problem: Problem
     plans: tuple[PlannedPlan, ...]
+    solution: Solution
 
     @property
     def best(self) -> PlannedPlan:
@@ -150,6 +151,7 @@ def choose(
     current: Plan | None = None,
     k: int = 5,
     distinct_in: Collection[ModelStage] | None = None,
+    previous: PlanChoice | None = None,
     tables_for: TablesFor | None = None,
 ) -> PlanChoice:
     """The plan of the least predicted step latency, and up to k - 1 runners-up with other layouts.
@@ -158,6 +160,9 @@ def choose(
     capacity_bytes: memory of one GPU. current: what the placement keeps as much of as it can.
     distinct_in: model-stages; any two of the plans differ in the layout of one of these. None: those that train. With
     actor/training alone, plans that differ in a critic off the critical path count as one, of which the best is listed.
+    previous: an earlier choice for the same job, which changes nothing but the time this takes: what followed from the
+    layouts and the pool is not worked out again where these are the same, and how far its plans were from the lower bound
+    says where the new ones are to be expected.
     tables_for: gives tables up to a number of GPUs, to find the least pool that would do when this one does not.
     Raises Infeasible (a PlanError) if nothing fits, with which model-stage does not and what is missing; PlanError for a
     model-stage in `distinct_in` that the graph does not have.
@@ -173,10 +178,11 @@ def choose(
         headroom=headroom,
         asynchronous=asynchronous,
     )
-    found = solve(problem, k, distinct_in)
-    if not found:
+    found = solution(problem, k, distinct_in, previous.solution if previous else None)
+    if not found.found:
         raise shortfall(problem, tables_for)
     plans = tuple(
-        PlannedPlan(problem=problem, selection=f.selection, objective_s=f.objective_s, current=current) for f in found
+        PlannedPlan(problem=problem, selection=f.selection, objective_s=f.objective_s, current=current)
+        for f in found.found
     )
-    return PlanChoice(problem=problem, plans=plans)
+    return PlanChoice(problem=problem, plans=plans, solution=found)

@@ -12,8 +12,9 @@ from nereus.core.plan import ACTOR_GENERATION, ModelStage
 from nereus.cost.model import CandidateTable
 from nereus.planner.choice import PlanChoice, PlannedPlan
 from nereus.planner.frontier import GENERATION, INFERENCE, SYNC, TRAINING, Floats, Frontier, fitting
+from nereus.planner.packing import pack
 from nereus.planner.problem import Choice, Problem, Selection, evaluate
-from nereus.planner.search import pack, solve
+from nereus.planner.search import solve
 
 Binding = Literal["nothing", "memory", "gpus", "the other model-stages"]
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from nereus.core.errors import PlanError
 from nereus.core.plan import ModelStage
 from nereus.cost.model import CandidateTable
-from nereus.planner.frontier import fitting
+from nereus.planner.frontier import Candidates, Layouts, fitting
 from nereus.planner.problem import Problem
 from nereus.planner.search import feasible
 
@@ -55,8 +55,9 @@ def shortfall(problem: Problem, tables_for: TablesFor | None = None) -> Infeasib
 
 
 def _fits(problem: Problem) -> bool:
-    fits = {m: fitting(problem, m) for m in problem.model_stages}
-    return all(map(len, fits.values())) and feasible(problem, fits)
+    layouts = Layouts.of({m: problem.tables[m] for m in problem.model_stages}, problem.pool)
+    fits = Candidates.fitting(problem, layouts)
+    return bool(fits.counts.all()) and feasible(problem, layouts, fits)
 
 
 def _without_which_it_fits(problem: Problem) -> tuple[ModelStage, ...]:

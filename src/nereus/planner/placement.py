@@ -29,11 +29,14 @@ LARGEST_ASSIGNMENT = 256
 def shared(new: Layout, old: Layout) -> Floats:
     """[new.size, old.size]: the share of the whole state that a new and an old shard have in common; tp fastest."""
 
-    def along(parts: int, others: int) -> Floats:
-        a, b = np.arange(parts)[:, None] / parts, np.arange(others)[None, :] / others
-        return np.asarray(np.maximum(0.0, np.minimum(a + 1 / parts, b + 1 / others) - np.maximum(a, b)))
+    by_layers, by_tensors = _overlaps(new.pp, old.pp), _overlaps(new.tp, old.tp)
+    return np.asarray((by_layers[:, None, :, None] * by_tensors[:, None]).reshape(new.size, old.size))
 
-    return np.asarray(np.kron(along(new.pp, old.pp), along(new.tp, old.tp)), dtype=np.float64)
+
+def _overlaps(parts: int, others: int) -> Floats:
+    """[parts, others]: what the parts of two even cuts of the unit interval have in common."""
+    a, b = np.arange(parts + 1)[:, None] / parts, np.arange(others + 1) / others
+    return np.asarray(np.maximum(0.0, np.minimum(a[1:], b[1:]) - np.maximum(a[:-1], b[:-1])))
 
 
 def state_bytes(problem: Problem, selection: Selection) -> dict[ModelStage, float]:
@@ -66,7 +69,7 @@ def kept_bytes(plan: Plan, current: Plan, sizes: Mapping[ModelStage, float]) -> 
 
 def place(problem: Problem, selection: Selection, current: Plan | None = None) -> Plan:
     """The plan on concrete GPUs. Without a current one, positions are taken in the line's order."""
-    line = np.array([gpu for chunk in problem.pool.chunks for gpu in chunk], dtype=np.int64)
+    line = problem.pool.line
     sizes = state_bytes(problem, selection)
     moving = [m for m in selection if current is not None and m in sizes and m in current]
     devices = dict.fromkeys(selection, line)
@@ -108,15 +111,18 @@ def _shards(
     new = np.full((len(line), len(sizes)), -1, dtype=np.int64)
     old = np.full((len(line), len(sizes)), -1, dtype=np.int64)
     common = []
-    place_of = np.full(int(max(line.max(), max(current.gpus))) + 1, -1, dtype=np.int64)
+    devices = {m: np.array(current[m].gpus) for m in sizes}
+    place_of = np.full(max(map(np.max, [line, *devices.values()])) + 1, -1, dtype=np.int64)
     place_of[line] = np.arange(len(line))
     for i, (m, size) in enumerate(sizes.items()):
-        table, choice, held = problem.tables[m], selection[m], current[m]
+        table, choice, held = problem.tables[m], selection[m], current[m].layout
         layout, gpus = Layout(int(table.tp[choice.row]), int(table.pp[choice.row])), int(table.gpus[choice.row])
         new[choice.start : choice.start + gpus, i] = np.arange(gpus) % layout.size
-        at = place_of[np.array(held.gpus)]
-        old[at[at >= 0], i] = (np.arange(len(held.gpus)) % held.layout.size)[at >= 0]
-        common.append(np.pad(size * shared(layout, held.layout), ((0, 1), (0, 1))))
+        at, shards = place_of[devices[m]], np.arange(len(devices[m])) % held.size
+        old[at[at >= 0], i] = shards[at >= 0]
+        bordered = np.zeros((layout.size + 1, held.size + 1))
+        np.multiply(shared(layout, held), size, out=bordered[:-1, :-1])
+        common.append(bordered)
     return _Shards(new=new, old=old, bytes=common)
 
 
@@ -139,8 +145,8 @@ def _assigned(
         index = line[here].reshape(count, length)
         at = np.arange(here.start, here.stop).reshape(count, length)
         pairs = new_class * len(pieces) + old_class[to]
-        for pair in np.unique(pairs):
-            which = np.flatnonzero(pairs == pair)
+        for pair in set(pairs.tolist()):
+            which = (pairs == pair).nonzero()[0]
             inner = _Inner.of(shards, slots[pair // len(pieces)], pieces[pair % len(pieces)])
             shared_line[at[which]] = index[to[which]][:, inner.order]
             for m, order in zip(sizes, inner.own, strict=True):
@@ -174,9 +180,16 @@ def _classes(rows: Ints) -> tuple[Ints, Ints]:
     """Distinct rows, and which of them each row is."""
     if (rows == rows[0]).all():
         return rows[:1], np.zeros(len(rows), dtype=np.int64)
-    packed = np.ascontiguousarray(rows).view(np.dtype((np.void, rows.dtype.itemsize * rows.shape[1])))[:, 0]
-    _, first, which = np.unique(packed, return_index=True, return_inverse=True)
-    return rows[first], which.reshape(-1)
+    content, width = rows.tobytes(), rows[0].nbytes
+    numbers: dict[bytes, int] = {}
+    which: list[int] = []
+    first: list[int] = []
+    for i in range(len(rows)):
+        number = numbers.setdefault(content[i * width : (i + 1) * width], len(numbers))
+        if number == len(first):
+            first.append(i)
+        which.append(number)
+    return rows[first], np.array(which)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,14 +205,14 @@ class _Inner:
 
     @classmethod
     def of(cls, shards: _Shards, new: Ints, old: Ints) -> _Inner:
-        worth = [common[new[:, i]][:, old[:, i]] for i, common in enumerate(shards.bytes)]
-        order = _best(np.sum(worth, axis=0))
+        worth = np.array([common[new[:, i, None], old[:, i]] for i, common in enumerate(shards.bytes)])
+        order = _best(worth.sum(axis=0))
         own, kept = [], 0.0
         for i, each in enumerate(worth):
             mine = order.copy()
             here = np.flatnonzero(new[:, i] >= 0)
             if len(here):
-                mine[here] = order[here][_best(each[np.ix_(here, order[here])])]
+                mine[here] = order[here][_best(each[here[:, None], order[here]])]
             kept += float(each[np.arange(len(mine)), mine].sum())
             own.append(mine)
         return cls(order=order, own=own, kept=kept)
@@ -219,8 +232,8 @@ def match_pieces(benefit: Floats, new_class: Ints, old_class: Ints) -> Ints:
     to = np.full(count, -1, dtype=np.int64)
     if benefit.size == 1:
         return np.arange(count)
-    news = [list(np.flatnonzero(new_class == a)) for a in range(len(benefit))]
-    olds = [list(np.flatnonzero(old_class == b)) for b in range(benefit.shape[1])]
+    news = [(new_class == a).nonzero()[0].tolist() for a in range(len(benefit))]
+    olds = [(old_class == b).nonzero()[0].tolist() for b in range(benefit.shape[1])]
     share = 1
     numbers = [len(group) for group in (*news, *olds)]
     if count > LARGEST_ASSIGNMENT:
@@ -238,7 +251,6 @@ def _flows(benefit: Floats, supply: Sequence[int], demand: Sequence[int]) -> lis
     rows, columns = np.repeat(np.arange(len(supply)), supply), np.repeat(np.arange(len(demand)), demand)
     if not len(rows) or not len(columns):
         return []
-    chosen = linear_sum_assignment(benefit[np.ix_(rows, columns)], maximize=True)
-    pairs = np.stack([rows[chosen[0]], columns[chosen[1]]], axis=1)
-    found, times = np.unique(pairs, axis=0, return_counts=True)
-    return [(int(a), int(b), int(n)) for (a, b), n in zip(found, times, strict=True)]
+    chosen = linear_sum_assignment(benefit[rows[:, None], columns], maximize=True)
+    pairs, times = np.unique(rows[chosen[0]] * len(demand) + columns[chosen[1]], return_counts=True)
+    return [(*divmod(pair, len(demand)), n) for pair, n in zip(pairs.tolist(), times.tolist(), strict=True)]

@@ -86,6 +86,11 @@ class GpuPool:
         return tuple(sorted(pieces, key=len, reverse=True))
 
     @cached_property
+    def line(self) -> NDArray[np.int64]:
+        """[size]: the device at each position."""
+        return np.array([gpu for chunk in self.chunks for gpu in chunk], dtype=np.int64)
+
+    @cached_property
     def is_regular(self) -> bool:
         """Whole nodes of a power of two, and nothing else: alignment then follows from the number of GPUs alone."""
         whole = all(len(node) in (0, self.gpus_per_node) for node in self.nodes)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from nereus.cost.runs import SECOND_SERIES, TrainingRun, step_work
-from nereus.cost.work import LAUNCH_TP
+from nereus.cost.work import GRADIENT_MESSAGE_SLOW, LAUNCH_TP
 
 ROW = {
     "source": "test",
@@ -37,14 +37,15 @@ def test_gradients_overlap_the_last_backward_pass_where_nanotron_uses_ddp() -> N
         assert run(**other).gradient_overlap == 0
 
 
-def test_the_second_series_has_a_slow_host_across_nodes() -> None:
+def test_the_second_series_has_slow_collectives_across_nodes() -> None:
     late = f"job{SECOND_SERIES + 98833}"
-    slow, fast, one_node, other = step_work(
-        [
-            run(row_id=late),
-            run(),
-            run(row_id=late, n_gpus="8", dp="2"),
-            run(row_id=late, framework="Megatron-DeepSpeed"),
-        ]
-    )[:, LAUNCH_TP]
-    assert slow > 0 == fast == one_node == other
+    runs = [
+        run(row_id=late),
+        run(),
+        run(row_id=late, n_gpus="8", dp="2"),
+        run(row_id=late, framework="Megatron-DeepSpeed"),
+    ]
+    for name in (LAUNCH_TP, GRADIENT_MESSAGE_SLOW):
+        slow, fast, one_node, other = step_work(runs)[:, name]
+        assert slow > 0 == fast == one_node == other
+    assert step_work([run(row_id=late, zero="1")])[0, GRADIENT_MESSAGE_SLOW] == 0

@@ -14,7 +14,8 @@ import hashlib
 import json
 import subprocess
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -55,29 +56,19 @@ def bench_cost(table: Path, peer_python: Path | None = None) -> dict[str, Any]:
     for a table that cannot be read, or a peer that does not run.
     """
     rows = read_table(table)
-    runs = [TrainingRun.from_row(row) for row in rows]
-    names = [f"{run.source} {run.gpu}" for run in runs]
     scored: list[dict[str, Any]] = []
     summary: dict[str, Any] = {}
-    for name in dict.fromkeys(names):
-        members = [i for i, other in enumerate(names) if other == name]
-        source = _Source.of([runs[i] for i in members], [rows[i].get("status") or "ok" for i in members])
-        peer = _peer_seconds(peer_python, source) if peer_python is not None else None
-        unseen_s = source.seconds_of_unseen_models()
-        for fold in (0, 1):
-            judged = source.judged(fold)
-            for group, wanted in source.groups().items():
-                label = f"{name} {group}".strip()
-                figures = judged.summary(wanted)
-                if peer is not None:
-                    figures["llm_analysis"] = judged.peer_errors(peer, wanted)
-                if fold == 0:
-                    known = source.timed & np.isfinite(unseen_s) & wanted
-                    summary[label] = figures | _errors(unseen_s[known], source.measured_s[known], "unseen_models_")
-                else:
-                    summary[label]["halves_swapped"] = figures
-            if fold == 0:
-                scored += judged.rows([rows[i].get("row_id", str(i)) for i in members])
+    for name, members, runs in _sources([TrainingRun.from_row(row) for row in rows]):
+        source = _Source.of(runs, [rows[i].get("status") or "ok" for i in members])
+        told = not name.endswith(UNTOLD)
+        peer = _peer_seconds(peer_python, source) if peer_python is not None and told else None
+        folds = [source.judged(fold) for fold in (0, 1)]
+        for group, wanted in source.groups().items():
+            figures, swapped = (_figures(judged, wanted, peer) for judged in folds)
+            unseen = source.unseen_model_errors(wanted)
+            summary[f"{name} {group}".strip()] = figures | unseen | {"halves_swapped": swapped}
+        if told:
+            scored += folds[0].rows([rows[i].get("row_id", str(i)) for i in members])
     return {
         "bench": "cost",
         "machine": machine(),
@@ -86,6 +77,27 @@ def bench_cost(table: Path, peer_python: Path | None = None) -> dict[str, Any]:
         "summary": summary,
         "published": PUBLISHED,
     }
+
+
+def _figures(judged: _Judged, wanted: Mask, peer_s: Array | None) -> dict[str, Any]:
+    figures = judged.summary(wanted)
+    if peer_s is not None:
+        figures["llm_analysis"] = judged.peer_errors(peer_s, wanted)
+    return figures
+
+
+UNTOLD = ", series not told"
+
+
+def _sources(runs: Sequence[TrainingRun]) -> Iterable[tuple[str, list[int], list[TrainingRun]]]:
+    """(label, rows, runs) of each source and GPU type; where runs fall into two series, once more as if they did not."""
+    names = [f"{run.source} {run.gpu}" for run in runs]
+    for name in dict.fromkeys(names):
+        members = [i for i, other in enumerate(names) if other == name]
+        chosen = [runs[i] for i in members]
+        yield name, members, chosen
+        if any(run.second_series for run in chosen):
+            yield name + UNTOLD, members, [replace(run, second_series=False) for run in chosen]
 
 
 def read_table(table: Path) -> list[dict[str, str]]:
@@ -102,7 +114,7 @@ def half_of(key: Hashable) -> int:
     return hashlib.sha256(repr(key).encode()).digest()[0] & 1
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class _Source:
     """The runs of one source and GPU type. timed, remembered: rows with a trusted time or memory peak; ended: rows that
     either fitted or ran out of memory."""
@@ -173,8 +185,9 @@ class _Source:
             predicted_out_of_memory=share > calibration.usable_memory,
         )
 
-    def seconds_of_unseen_models(self) -> Array:
-        """Of each run [n], fitted on the runs of all other models; nan where there are none."""
+    @cached_property
+    def unseen_models_s(self) -> Array:
+        """Seconds of each run [n], fitted on the runs of all other models; nan where there are none."""
         models = list(dict.fromkeys(run.model for run in self.runs))
         model = np.array([models.index(run.model) for run in self.runs])
         found = np.full(len(self.runs), np.nan)
@@ -182,6 +195,10 @@ class _Source:
             held = model == i
             found[held] = self._time_fit(~held).seconds(self.work[held].T, self.overlap[held])
         return found
+
+    def unseen_model_errors(self, wanted: Mask) -> dict[str, float | None]:
+        known = self.timed & np.isfinite(self.unseen_models_s) & wanted
+        return _errors(self.unseen_models_s[known], self.measured_s[known], "unseen_models_")
 
     def _time_fit(self, chosen: Mask) -> Calibration:
         rows = chosen & self.timed
@@ -375,8 +392,8 @@ COLUMNS = {
 
 def table_lines(result: dict[str, Any]) -> Iterable[str]:
     """The summary as lines of text."""
-    yield f"{'':48}{'rows':>6}" + "".join(f"{title:>9}" for title in COLUMNS)
+    yield f"{'':60}{'rows':>6}" + "".join(f"{title:>9}" for title in COLUMNS)
     for name, figures in result["summary"].items():
         values = [figures[key] for key in COLUMNS.values()]
         cells = "".join(f"{'-' if value is None else f'{value:.1%}':>9}" for value in values)
-        yield f"{name:48}{figures['rows_test']:>6}{cells}"
+        yield f"{name:60}{figures['rows_test']:>6}{cells}"

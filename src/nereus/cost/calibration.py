@@ -44,6 +44,7 @@ PRIORS: Mapping[str, tuple[float, float]] = {
     "shard_gradients/intra": (0.50, 0.7),
     "shard_gradients/inter": (0.40, 0.7),
     "gradient_message": (1.0, 1.0),
+    "gradient_message/slow": (10.0, 2.0),
     "send_recv/intra": (0.40, 0.7),
     "send_recv/inter": (0.50, 0.7),
     "message/intra": (0.70, 0.4),

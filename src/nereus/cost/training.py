@@ -21,7 +21,7 @@ class PassSetting:
 
     tokens, logit_tokens: of a sequence.
     balanced: layers are cut as nanotron cuts them, else evenly. context: ways that each sequence is cut over devices
-    (context parallel). slow_host: the host takes longer the more tp ranks there are (`work`, launch/tp).
+    (context parallel). slow_collectives: see `cost.runs.SECOND_SERIES`.
     """
 
     shape: ModelShape
@@ -33,7 +33,7 @@ class PassSetting:
     fused_attention: bool = True
     context: int = 1
     balanced: bool = False
-    slow_host: bool = False
+    slow_collectives: bool = False
 
 
 def micro_batch_pass(
@@ -86,7 +86,7 @@ def micro_batch_pass(
         dp=dp,
         micro_batches=micro_batches,
         partition=partition,
-        slow_host=setting.slow_host,
+        slow_host=setting.slow_collectives,
     )
     return total + issued
 
@@ -112,6 +112,7 @@ def update(
         pp=pp,
         dp=dp * setting.context,
         zero=zero,
+        slow=setting.slow_collectives and not zero,
     )
     updated = params / (dp * setting.context) if zero else params
     return reduction + w.optimizer_update(setting.machine, params=updated, state_bytes=optimizer_bytes)

@@ -15,10 +15,11 @@ micro-batches) is written once and serves both work and seconds.
     optimizer          AdamW on local shards, bytes
     launch             what the host takes to issue a layer's kernels; decode_launch, for one new token
     launch/nodes       the same, times log2 of the nodes: the slowest of more hosts is waited for
-    launch/tp          the same, times tp, where a run's host is known to be slow (`cost.runs`)
+    launch/tp          the same, times tp, in runs whose collectives are known to be slow (`cost.runs`)
     all_reduce/*       sums over tp inside layers
     gradient_reduce/*  sums of gradients over dp; shard_gradients/*  ZeRO's scatter and gather in their place
-    gradient_message   the fixed price of gradients: a ring of dp for every weight matrix or bucket of them
+    gradient_message   the fixed price of gradients: a ring of dp for every weight matrix or bucket of them;
+                       gradient_message/slow, what comes on top in those same runs without ZeRO
     send_recv/*        between pp_stages, and weights to generation
     message/*          the fixed price of a message on a link
 
@@ -62,6 +63,7 @@ CLASSES: tuple[str, ...] = (
     "shard_gradients/intra",
     "shard_gradients/inter",
     "gradient_message",
+    "gradient_message/slow",
     "send_recv/intra",
     "send_recv/inter",
     "message/intra",
@@ -89,6 +91,7 @@ INDEX = {name: i for i, name in enumerate(CLASSES)}
     SHARD_INTRA,
     SHARD_INTER,
     GRADIENT_MESSAGE,
+    GRADIENT_MESSAGE_SLOW,
     SEND_INTRA,
     SEND_INTER,
     MESSAGE_INTRA,
@@ -96,7 +99,7 @@ INDEX = {name: i for i, name in enumerate(CLASSES)}
 ) = range(len(CLASSES))
 
 _HOST = (LAUNCH, DECODE_LAUNCH, LAUNCH_NODES, LAUNCH_TP)
-_GRADIENTS = (GRADIENT_INTRA, GRADIENT_INTER, SHARD_INTRA, SHARD_INTER, GRADIENT_MESSAGE)
+_GRADIENTS = (GRADIENT_INTRA, GRADIENT_INTER, SHARD_INTRA, SHARD_INTER, GRADIENT_MESSAGE, GRADIENT_MESSAGE_SLOW)
 _AFTER = (OPTIMIZER,)
 PART = np.select([np.isin(np.arange(len(CLASSES)), part) for part in (_HOST, _GRADIENTS, _AFTER)], [1, 2, 3])
 """[C]: which part of a task each class is in: 0 the device's passes, 1 the host's, 2 gradient sums, 3 the optimizer."""
@@ -458,12 +461,21 @@ def local_params(shape: ModelShape, *, tp: Any) -> tuple[Any, Any, Any]:
 
 
 def gradient_reduction(
-    machine: Machine, *, params: Any, layers: Any, gradient_bytes: float, tp: Any, pp: Any, dp: Any, zero: int = 0
+    machine: Machine,
+    *,
+    params: Any,
+    layers: Any,
+    gradient_bytes: float,
+    tp: Any,
+    pp: Any,
+    dp: Any,
+    zero: int = 0,
+    slow: bool = False,
 ) -> Work:
     """The sum of gradients over dp, of `layers` layers with `params` parameters on a rank.
 
     ZeRO-1 and 2 scatter gradients and gather parameters, the same bytes; ZeRO-3 gathers parameters once more (Rajbhandari
-    et al. 2020).
+    et al. 2020). slow: price each message once more, as `GRADIENT_MESSAGE_SLOW`.
     """
     work = Work()
     stride = tp * (pp if machine.unit_first else 1)
@@ -481,6 +493,8 @@ def gradient_reduction(
         2 * (dp - 1) * np.where(stride * dp > machine.gpus_per_node, machine.inter_latency_s, machine.intra_latency_s)
     )
     work[GRADIENT_MESSAGE] = MATRICES_A_LAYER * layers * hops
+    if slow:
+        work[GRADIENT_MESSAGE_SLOW] = work[GRADIENT_MESSAGE]
     return work
 
 

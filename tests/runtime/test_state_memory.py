@@ -19,7 +19,7 @@ from nereus.core.errors import StateError
 from nereus.core.sharding import Cut, Segment, StateSpec, TensorSpec
 from nereus.runtime.memory import (
     ALIGNMENT,
-    HUGE_BYTES,
+    MAPPED_BYTES,
     Allocator,
     DeviceMemory,
     SharedMemory,
@@ -132,6 +132,18 @@ def test_the_sum_over_states_is_the_memory_in_use(draw: random.Random) -> None:
 
 
 @needs_shared_memory
+def test_touching_takes_the_pages_at_once_and_a_plain_add_does_not() -> None:
+    for touch in (False, True):
+        state = LocalState.empty(SPEC, WHOLE, SharedMemory())
+        state.add(["norm", "weight"], touch=touch, zero=touch)
+        file = file_of(state, "weight")
+        assert file_bytes(file) == touch * (4096 * 256 * 2 + PAGE)
+        assert not touch or not state.tensors["weight"].any()
+        state.drop()
+        os.close(file)
+
+
+@needs_shared_memory
 def test_a_change_that_does_not_come_about_leaves_the_old_state_as_it_was() -> None:
     old, new = filled(SPEC, WHOLE, SharedMemory()), LocalState.empty(SPEC, HALF, SharedMemory())
     num_bytes = old.num_bytes
@@ -147,8 +159,8 @@ def test_a_change_that_does_not_come_about_leaves_the_old_state_as_it_was() -> N
 
 @pytest.mark.parametrize("allocator", allocators(), ids=lambda a: type(a).__name__)
 def test_what_is_dropped_reads_as_zeros_to_whoever_still_has_it(allocator: Allocator) -> None:
-    spec = StateSpec((TensorSpec(name="t", shape=(HUGE_BYTES // 4,), dtype="float32", where="everywhere"),), 1)
-    state = filled(spec, {"t": ((0, HUGE_BYTES // 4),)}, allocator)
+    spec = StateSpec((TensorSpec(name="t", shape=(MAPPED_BYTES // 4,), dtype="float32", where="everywhere"),), 1)
+    state = filled(spec, {"t": ((0, MAPPED_BYTES // 4),)}, allocator)
     left_over = state.tensors["t"][1:]
     assert left_over.any()
     state.drop()

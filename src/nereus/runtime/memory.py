@@ -31,9 +31,12 @@ from nereus.core.errors import Aborted, StateError
 ALIGNMENT = 64
 """Bytes: where a tensor may begin in a segment. A cache line, and more than any dtype or vector load asks for."""
 
-HUGE_BYTES = 4 * 2**20
-"""From this size on, ordinary CPU memory asks for huge pages. First touch with 2 MiB pages runs at 7 GB/s, with 4 KiB
-pages at 2 (measured here); torch does not ask for them."""
+MAPPED_BYTES = 2**20
+"""From this size on, ordinary CPU memory is a mapping of its own, which can be given back while a tensor lives.
+
+Huge pages are not asked for. In a virtual machine (measured here) the first touch of 2 MiB pages runs at 6 GB/s where
+the hypervisor has memory behind them and at 0.5 where it has not, and they are mostly the latter; 4 KiB pages: 2 GB/s.
+"""
 
 OPEN_FILES = 65536
 """The soft limit of open files that shared memory asks for, if the hard one allows: two for every group of tensors."""
@@ -56,9 +59,6 @@ class Segment:
         """A tensor at a byte offset; it keeps the pages mapped for as long as it lives."""
         self._in_use += 1
         return _tensor(self._mapping, offset, shape, dtype)
-
-    def use_huge_pages(self) -> None:
-        self._mapping.madvise(mmap.MADV_HUGEPAGE)
 
     def give_back(self, offset: int, num_bytes: int) -> None:
         """One tensor's pages, as far as no other tensor lies in them; with the last tensor, all pages and the file."""
@@ -90,6 +90,11 @@ class Block:
     @property
     def num_bytes(self) -> int:
         return self.tensor.numel() * self.tensor.element_size()
+
+    def touch(self) -> None:
+        """Write to every page, so that a later writer does not wait for them. Only while the content is of no account."""
+        if self.tensor.device.type == "cpu":
+            self.tensor.view(-1).view(torch.uint8)[:: mmap.PAGESIZE] = 0
 
     def hold(self, state: object) -> None:
         self._holders.append(weakref.ref(state))
@@ -128,9 +133,8 @@ class DeviceMemory:
 
     def _block(self, shape: tuple[int, ...], dtype: torch.dtype, zero: bool) -> Block:
         num_bytes = prod(shape) * dtype.itemsize
-        if self.device.type == "cpu" and num_bytes >= HUGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
+        if self.device.type == "cpu" and num_bytes >= MAPPED_BYTES:
             segment = Segment(num_bytes)  # zeros as it comes
-            segment.use_huge_pages()
             return Block(segment.tensor(0, shape, dtype), segment)
         make = torch.zeros if zero else torch.empty
         return Block(make(shape, dtype=dtype, device=self.device))

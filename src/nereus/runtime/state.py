@@ -70,9 +70,11 @@ class LocalState:
 
     # -- what is present -----------------------------------------------------------------------------------------
 
-    def add(self, names: Iterable[str], *, zero: bool = False) -> None:
+    def add(self, names: Iterable[str], *, zero: bool = False, touch: bool = False) -> None:
         """Memory for tensors of the holding, of any content unless `zero`: one group a layer and one for the rest.
 
+        touch: have the system find the pages now, not when they are first written; a copy into touched shared memory is
+        four times as fast (measured here), so it pays to do this before the state that is to be copied is ready.
         Raises ValueError for a tensor that is not held or is present already.
         """
         groups: dict[int, dict[str, tuple[tuple[int, ...], torch.dtype]]] = defaultdict(dict)
@@ -84,6 +86,8 @@ class LocalState:
         for wanted in groups.values():
             for name, block in self.allocator.allocate(wanted, zero=zero).items():
                 self._keep(name, block)
+                if touch:
+                    block.touch()
 
     def adopt(self, other: LocalState, names: Iterable[str] | None = None) -> tuple[str, ...]:
         """Share, without a copy, the tensors of `other` that are held here with the same intervals and not present yet.

@@ -10,6 +10,7 @@ tp_rank) of Layout(tp, pp) is taken as a rectangle in the unit square, pp_stages
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -23,7 +24,7 @@ from nereus.planner.frontier import Floats, Ints
 from nereus.planner.problem import Problem, Selection
 
 LARGEST_ASSIGNMENT = 256
-"""Pieces that are assigned one by one; of more, equal shares of each class go together."""
+"""Pieces, or groups of them, that are assigned in one go; of more, equal shares of each class go together."""
 
 
 def shared(new: Layout, old: Layout) -> Floats:
@@ -234,10 +235,8 @@ def match_pieces(benefit: Floats, new_class: Ints, old_class: Ints) -> Ints:
         return np.arange(count)
     news = [(new_class == a).nonzero()[0].tolist() for a in range(len(benefit))]
     olds = [(old_class == b).nonzero()[0].tolist() for b in range(benefit.shape[1])]
-    share = 1
-    numbers = [len(group) for group in (*news, *olds)]
-    if count > LARGEST_ASSIGNMENT:
-        share = max(int(np.gcd.reduce(numbers)), -(-count // LARGEST_ASSIGNMENT))
+    # whole multiples of a common divisor of all class sizes are exact: a transportation problem has an integral optimum
+    share = max(math.gcd(*map(len, (*news, *olds))), -(-count // LARGEST_ASSIGNMENT))
     while any(news):
         for a, b, times in _flows(benefit, [len(g) // share for g in news], [len(g) // share for g in olds]):
             for _ in range(times * share):

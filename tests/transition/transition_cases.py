@@ -130,6 +130,14 @@ class Case:
                 total[gpu] += elements.weights @ held
         return total
 
+    def initial(self) -> dict[ModelStage, NDArray[np.bool_]]:
+        """[GPUs, elements] what each holds of every model-stage under the current plan."""
+        found = {m: np.zeros((self.num_gpus, len(e.weights)), dtype=bool) for m, e in self.elements.items()}
+        for p in self.current.placements:
+            for gpu, held in self.elements[p.model_stage].wanted(p).items():
+                found[p.model_stage][gpu] = held
+        return found
+
     @property
     def profiles(self) -> dict[ModelStage, StateProfile]:
         return {m: StateProfile.of(s.spec) for m, s in self.states.items()}
@@ -205,6 +213,15 @@ class Elements:
             self._masks[names] = np.isin(self.tensor, [i for i, name in enumerate(self.names) if name in names])
         return self._masks[names]
 
+    def holding(self, held: NDArray[np.bool_]) -> dict[str, tuple[tuple[int, int], ...]]:
+        """The inverse of `intervals`, without the tensors of which nothing is held."""
+        found = {}
+        for i, name in enumerate(self.names):
+            edges = np.flatnonzero(np.diff(np.concatenate([[0], held[self.tensor == i], [0]]).astype(int)))
+            if len(edges):
+                found[name] = tuple((int(a), int(b)) for a, b in edges.reshape(-1, 2))
+        return found
+
     def whole(self, equal: NDArray[np.bool_]) -> NDArray[np.bool_]:
         """Elements of the tensors all of whose elements are `equal`."""
         differ = np.bincount(self.tensor, ~equal, len(self.names))
@@ -234,14 +251,16 @@ class Running:
 class Simulation:
     """Executes a program, one event at a time: a primitive starts, does a batch, or ends.
 
-    held: [elements] by model-stage and GPU. used: [GPUs] bytes of a model-stage, old and new; a tensor that goes over as
-    it is counts once. has: [GPUs, elements] old shards, and complete tensors of new ones.
+    initial: what is held, if it is not what the current plan says. held: [elements] by model-stage and GPU.
+    used: [GPUs] bytes of a model-stage, old and new; a tensor that goes over as it is counts once.
+    has: [GPUs, elements] old shards, and complete tensors of new ones.
     Every event checks what it does; `check_memory` and `check_covered` look at the state between events.
     """
 
     case: Case
     program: Program
     usable_bytes: float
+    initial: dict[ModelStage, NDArray[np.bool_]] | None = None
     held: dict[ModelStage, dict[int, Array]] = field(init=False)
     running: dict[int, Running] = field(default_factory=dict)
     done: set[int] = field(default_factory=set)
@@ -249,10 +268,9 @@ class Simulation:
     def __post_init__(self) -> None:
         self.elements = self.case.elements
         self.held = {m: {} for m in self.case.states}
-        for p in self.case.current.placements:
-            numbers = np.arange(len(self.elements[p.model_stage].weights))
-            for gpu, held in self.elements[p.model_stage].wanted(p).items():
-                self.held[p.model_stage][gpu] = np.where(held, numbers, -1)
+        for m, held in (self.initial or self.case.initial()).items():
+            numbers = np.arange(held.shape[1])
+            self.held[m] = {gpu: np.where(mask, numbers, -1) for gpu, mask in enumerate(held) if mask.any()}
         self.moved = [m for m in self.case.states if m != ACTOR_GENERATION and m in self.case.current]
         self.moved = [m for m in self.moved if m in self.case.target]
         self.steps = {s.primitive.number: s for s in self.program.steps}
@@ -347,6 +365,13 @@ class Simulation:
     def check_covered(self) -> None:
         for m in self.moved:
             assert self.has[m].any(0).all(), f"{m}: a region is on no GPU, under way {sorted(self.running)}"
+
+    def check_one_more_loss(self, gpu: int) -> None:
+        """If this GPU is lost now, the others hold everything but what it alone held."""
+        for m in self.moved:
+            others = np.delete(self.has[m], gpu, axis=0).any(0)
+            alone = self.has[m][gpu] & (self.has[m].sum(0) == 1)
+            assert np.array_equal(~others, alone)
 
     def check_arrived(self) -> None:
         """Every GPU has what the target says, each element in its place, and nothing else."""

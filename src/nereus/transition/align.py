@@ -32,9 +32,10 @@ def align_plan(target: Plan, current: Plan, profiles: Mapping[ModelStage, StateP
     node_of: [GPUs] node of each GPU id. Nothing is exchanged between model-stages.
     """
     found: dict[ModelStage, Placement] = {}
+    before = {p.model_stage: p for p in current.placements}
     for placement in sorted(target.placements, key=lambda p: p.model_stage == ACTOR_GENERATION):
         m = placement.model_stage
-        source = current[m] if m in current else None
+        source = before.get(m)
         if m == ACTOR_GENERATION and ACTOR_TRAINING in target:
             source = found[ACTOR_TRAINING]
         found[m] = placement if source is None else align(placement, source, profiles[m], node_of)

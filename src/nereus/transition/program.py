@@ -131,7 +131,8 @@ class _ExactChange:
         self.sources = dict(sources)
         self.targets: Holdings = {} if new is None else spec.holdings(new)
         self.node_of, self.rates = node_of, rates
-        self.moved = bool(self.sources and self.targets) and model_stage != ACTOR_GENERATION
+        known = bool(self.sources) or old is not None  # if none of it is left, making it anew would not do
+        self.moved = known and bool(self.targets) and model_stage != ACTOR_GENERATION
         self._plans: dict[bool, MovePlan] = {}
         self.shards = self._shards()
 

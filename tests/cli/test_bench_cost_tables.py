@@ -128,7 +128,10 @@ def test_measured_runs_are_predicted_as_well_as_the_docs_say() -> None:
     for figures in (summary[nanotron], summary[nanotron]["halves_swapped"]):
         assert figures["oom_accuracy"] >= 0.95 and figures["oom_recall"] >= 0.90
         assert figures["memory_mape"] <= 0.12
-    for figures in (summary[f"{nanotron} pp1"], summary[f"{nanotron} pp1"]["halves_swapped"]):
-        assert figures["up_to_128_gpus"]["mape"] <= 0.10
+    for group in ("pp1", "first series"):
+        for figures in (summary[f"{nanotron} {group}"], summary[f"{nanotron} {group}"]["halves_swapped"]):
+            assert figures["mape"] <= 0.10 and figures["up_to_128_gpus"]["mape"] <= 0.05
+            assert figures["regret_mean"] <= 0.03 and figures["within_5pct"] >= 0.80
+        assert summary[f"{nanotron} {group}"]["unseen_models_mape"] <= 0.10
     for figures in (summary[f"{nanotron} pp_gt1"], summary[f"{nanotron} pp_gt1"]["halves_swapped"]):
         assert figures["median_ape"] <= 0.15

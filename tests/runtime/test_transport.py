@@ -5,9 +5,12 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import random
+from collections import Counter
 from collections.abc import Iterator
+from graphlib import TopologicalSorter
 
 import pytest
+import torch
 from devices_for_tests import DEVICES, error_of, kind_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -61,14 +64,14 @@ class Carriers:
     def all(self, method: str, *arguments: object) -> dict[int, object]:
         return self.cluster.call(method, dict.fromkeys(DEVICES, arguments)).results()
 
-    def transfer(self, kind: str, case: Case, message_bytes: int = 4096) -> dict[int, int]:
-        """Bytes received, by device. Only ranks with a part in the moves take part."""
+    def transfer(self, kind: str, case: Case, message_bytes: int = 4096, messages: int = 4) -> dict[int, int]:
+        """Bytes received, by device. Only ranks with a part in the moves take part. messages: that staging memory holds."""
         if kind == "shared memory":
             receivers = sorted({m.target for m in case.moves})
             arguments = dict.fromkeys(receivers, (case.moves, self.addresses))
             return self.cluster.call("copy", arguments).results()
         involved = sorted({d for m in case.moves for d in (m.source, m.target)})
-        arguments = dict.fromkeys(involved, (case.moves, 4 * message_bytes, message_bytes))
+        arguments = dict.fromkeys(involved, (case.moves, messages * message_bytes, message_bytes))
         found = self.cluster.call("send_and_receive", arguments).results()
         return {device: report["received"] for device, report in found.items()}
 
@@ -116,7 +119,7 @@ def test_real_processes_random_moves_arrive_bit_for_bit(carriers: Carriers, kind
         draw = random.Random(seed)
         case = random_case(draw, draw.sample(DEVICES, draw.randint(2, 4)))
         carriers.hold(case, shared=kind == "shared memory")
-        received = carriers.transfer(kind, case, draw.choice([1, 16, 40, 10_000]))
+        received = carriers.transfer(kind, case, draw.choice([1, 16, 40, 10_000]), draw.randint(1, 4))
         assert {d: n for d, n in received.items() if n} == {d: n for d, n in case.received_bytes.items() if n}, seed
         assert carriers.all("wrong") == {d: [] for d in DEVICES}, seed
         assert carriers.all("spoilt") == {d: [] for d in DEVICES}, seed
@@ -203,6 +206,78 @@ def test_what_a_rank_stages_is_bounded_over_all_peers_and_directions(carriers: C
         assert report["messages"] > 150
         assert message_bytes <= report["staged"] <= staging_bytes
     assert carriers.all("wrong") == {d: [] for d in DEVICES}
+
+
+@pytest.mark.parametrize("messages", [1, 2, 3])
+def test_ranks_do_not_block_each_other_however_little_they_may_stage(carriers: Carriers, messages: int) -> None:
+    case = all_to_all_case(128, 64)
+    carriers.hold(case, shared=False)
+    assert carriers.transfer("peer to peer", case, 1024, messages) == case.received_bytes
+    assert carriers.all("wrong") == {d: [] for d in DEVICES}
+
+
+class Done:
+    """A message that has arrived."""
+
+    done = True
+
+    def wait(self) -> None: ...
+
+
+class Recorder:
+    """A communicator that carries nothing and writes down the messages that a rank starts: (source, target, bytes)."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank, self.flag = rank, AbortFlag()
+        self.started: list[tuple[int, int, int]] = []
+
+    def isend(self, tensor: torch.Tensor, target: int) -> Done:
+        self.started.append((self.rank, target, tensor.numel()))
+        return Done()
+
+    def irecv(self, tensor: torch.Tensor, source: int) -> Done:
+        self.started.append((source, self.rank, tensor.numel()))
+        return Done()
+
+    def settle(self) -> None: ...
+
+
+@settings(max_examples=60, deadline=None)
+@given(draw=st.randoms(use_true_random=False))
+def test_all_ranks_start_messages_in_one_order(draw: random.Random) -> None:
+    """So no ranks can wait for each other in a circle; and of a pair's messages, both ends start the same one first."""
+    case, message_bytes = random_case(draw, DEVICES), draw.choice([8, 40, 1000])
+    started = {}
+    for device in DEVICES:
+        recorder = Recorder(device)
+        transport = PeerToPeer(recorder, staging_bytes=2 * message_bytes, message_bytes=message_bytes)  # type: ignore[arg-type]
+        source = filled(case.spec, case.before[device], DeviceMemory(CPU))
+        target = room(case.spec, case.after[device], DeviceMemory(CPU))
+        received = transport.transfer(case.moves, source=source, target=target)
+        assert received == case.received_bytes[device]
+        assert all(num_bytes <= message_bytes for *_, num_bytes in recorder.started)
+        started[device] = numbered(recorder.started)
+    before: dict[object, set[object]] = {message: set() for listed in started.values() for message in listed}
+    for listed in started.values():
+        for one, following in itertools.pairwise(listed):
+            before[following].add(one)
+    list(TopologicalSorter(before).static_order())  # raises CycleError
+    for a, b in itertools.combinations(DEVICES, 2):
+        assert between(started[a], a, b) == between(started[b], a, b)
+
+
+def numbered(started: list[tuple[int, int, int]]) -> list[tuple[int, int, int, int]]:
+    """Each message with how many of its pair and direction went before it."""
+    seen: Counter[tuple[int, int]] = Counter()
+    found = []
+    for source, target, num_bytes in started:
+        found.append((source, target, num_bytes, seen[source, target]))
+        seen[source, target] += 1
+    return found
+
+
+def between(messages: list[tuple[int, int, int, int]], a: int, b: int) -> list[tuple[int, int, int, int]]:
+    return [message for message in messages if {message[0], message[1]} == {a, b}]
 
 
 def test_what_is_contiguous_at_both_ends_is_not_staged(carriers: Carriers) -> None:

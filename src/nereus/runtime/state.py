@@ -217,8 +217,9 @@ class PeerState:
         if (at := self._address.tensors.get(name)) is None:
             raise StateError(f"{name} was not present on device {self._device} when its address was taken")
         dtype = getattr(torch, at.dtype)
-        tensor = torch.empty(at.shape, dtype=dtype)
-        if at.segment >= 0:
+        if at.segment < 0:
+            tensor = torch.empty(at.shape, dtype=dtype)
+        else:
             tensor = self._segment(at.segment).tensor(at.offset, at.shape, dtype)
         return _region(tensor, self._specs[name], at.intervals, start, stop)
 

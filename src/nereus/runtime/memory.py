@@ -249,7 +249,7 @@ def _map(device: int, owner: ProcessAddress, address: SegmentAddress) -> mmap.mm
     try:
         file = os.open(f"/proc/{owner.pid}/fd/{address.file}", os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
-        raise _lost(device, owner, error.strerror) from error
+        raise _lost(device, owner, str(error)) from error
     try:
         if not owner.alive or os.fstat(file).st_ino != address.inode:
             raise _lost(device, owner, "it is another file by now")

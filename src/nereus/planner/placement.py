@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby
 
 import numpy as np
@@ -142,24 +142,20 @@ def _assigned(
         slots, new_class = _classes(shards.new[here].reshape(count, -1))
         pieces, old_class = _classes(shards.old[here].reshape(count, -1))
         slots, pieces = slots.reshape(len(slots), length, -1), pieces.reshape(len(pieces), length, -1)
-        to = match_pieces(_benefit(shards, slots, pieces), new_class, old_class)
-        index = line[here].reshape(count, length)
-        at = np.arange(here.start, here.stop).reshape(count, length)
-        pairs = new_class * len(pieces) + old_class[to]
-        for pair in set(pairs.tolist()):
-            which = (pairs == pair).nonzero()[0]
-            inner = _Inner.of(shards, slots[pair // len(pieces)], pieces[pair % len(pieces)])
-            shared_line[at[which]] = index[to[which]][:, inner.order]
-            for m, order in zip(sizes, inner.own, strict=True):
-                own[m][at[which]] = index[to[which]][:, order]
+        inner = _Inners(shards, slots, pieces)
+        to = match_pieces(_benefit(inner), new_class, old_class)
+        pairs, which = np.unique(new_class * len(pieces) + old_class[to], return_inverse=True)
+        chosen = [inner.of(*divmod(pair, len(pieces))) for pair in pairs.tolist()]
+        first = here.start + to[:, None] * length  # of each slot's piece
+        shared_line[here] = line[first + np.array([c.order for c in chosen])[which]].ravel()
+        for i, m in enumerate(sizes):
+            own[m][here] = line[first + np.array([c.own[i] for c in chosen])[which]].ravel()
     return {m: own.get(m, shared_line) for m in selection}
 
 
-def _benefit(shards: _Shards, slots: Ints, pieces: Ints) -> Floats:
-    """[slots, pieces]: the most bytes that stay if this piece of the line goes to this piece of a node.
-
-    slots, pieces: [classes, GPUs, model-stages] shard numbers.
-    """
+def _benefit(inner: _Inners) -> Floats:
+    """[slots, pieces]: the most bytes that stay if this piece of the line goes to this piece of a node."""
+    shards, slots, pieces = inner.shards, inner.slots, inner.pieces
     total = np.zeros((len(slots), len(pieces)))
     for i, common in enumerate(shards.bytes):
         new, which_new = _classes(slots[:, :, i])
@@ -173,7 +169,7 @@ def _benefit(shards: _Shards, slots: Ints, pieces: Ints) -> Floats:
     # the above lets every model-stage order the GPUs by itself, which it can only where it has all of them
     partial = np.any(slots >= 0, axis=1) & np.any(slots < 0, axis=1)
     for a in np.flatnonzero(np.any(partial, axis=1)):
-        total[a] = [_Inner.of(shards, slots[a], piece).kept for piece in pieces]
+        total[a] = [inner.of(int(a), b).kept for b in range(len(pieces))]
     return total
 
 
@@ -217,6 +213,24 @@ class _Inner:
             kept += float(each[np.arange(len(mine)), mine].sum())
             own.append(mine)
         return cls(order=order, own=own, kept=kept)
+
+
+@dataclass(frozen=True, slots=True)
+class _Inners:
+    """The best ways, by class of pieces of the line and of the nodes; each worked out once.
+
+    slots, pieces: [classes, GPUs, model-stages] shard numbers.
+    """
+
+    shards: _Shards
+    slots: Ints
+    pieces: Ints
+    known: dict[tuple[int, int], _Inner] = field(default_factory=dict)
+
+    def of(self, slot: int, piece: int) -> _Inner:
+        if (slot, piece) not in self.known:
+            self.known[slot, piece] = _Inner.of(self.shards, self.slots[slot], self.pieces[piece])
+        return self.known[slot, piece]
 
 
 def _best(worth: NDArray[np.float64]) -> Ints:

@@ -51,7 +51,7 @@ DIVE = 16
 BLOCKS = (32, 256)
 """Labels that are grown in one go: few at first, which soon gives a plan to beat; then enough to make an array operation
 worth its call."""
-SLACK = 1.1
+SLACK = 1.05
 """By how much the gap to the bound may have grown since the search before without its having to start over."""
 WORTH_REDUCING = 64
 """Candidates from which on striking out the dominated ones pays."""

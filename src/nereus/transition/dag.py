@@ -6,8 +6,9 @@ GPUs, with everything that was taken before it allocated and nothing freed but w
 Where that is too much, it waits for releases of other model-stages on that GPU, as many as it needs: a `ResourceEdge`.
 Groups depend only on groups taken earlier, so the graph is acyclic by construction.
 
-If no group fits, model-stages are tried in another order, then in ways that need less memory (`StageChange.lowering`); if
-there is none, the target is infeasible, and `InfeasibleTransition` says which GPUs are short of what.
+If no group fits, model-stages are tried in another order, then in ways that need less memory (`StageChange.lowering`), at
+last all orders of all ways; if there is none, the target is infeasible, and `InfeasibleTransition` says which GPUs are short
+of what.
 
 Of several orders that fit the one with the shortest schedule is taken. The schedule: every GPU does its primitives in this
 order, one at a time; a part begins when all of its GPUs have come to it. It gives the transition's seconds and the memory
@@ -18,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice, permutations
+from itertools import islice, permutations, product
 from typing import Any, get_args
 
 import numpy as np
@@ -34,6 +35,9 @@ CLOSE = 1.001
 """A schedule this close to what no schedule can be shorter than is not improved on."""
 MOST_ORDERS = 12
 """Of the model-stages, that are tried for a shorter schedule."""
+MOST_WAYS = len(get_args(Lowering))
+MOST_SEARCHED = 20_000
+"""Groups that are tried in a search through all orders and ways, before a target is called infeasible."""
 SLACK_BYTES = 0.5
 """Sums of whole bytes are exact in float64 below 2**53; what is on a GPU in any case may be a fraction."""
 
@@ -137,6 +141,9 @@ class Ways:
             self._found.append(change)
         return self._found[index]
 
+    def all(self) -> list[StageChange]:
+        return [change for i in range(MOST_WAYS) if (change := self.get(i)) is not None]
+
 
 def build(
     ways: Sequence[Ways],
@@ -163,7 +170,10 @@ def build(
             return _scheduled(shortest, changes, held_bytes, setup_s, node_of, node_bytes_s)
         others = [(i, other) for i in attempt.blocked if (other := ways[i].get(chosen[i] + 1)) is not None]
         if not others:
-            raise attempt.infeasible(usable_bytes)
+            searched, changes = _searched(ways, held_bytes, usable_bytes) or (attempt, changes)
+            if searched.blocked:
+                raise attempt.infeasible(usable_bytes)
+            return _scheduled(searched, changes, held_bytes, setup_s, node_of, node_bytes_s)
         index, other = min(others, key=lambda pair: pair[1].seconds - changes[pair[0]].seconds)
         chosen[index] += 1
         changes[index] = other
@@ -181,6 +191,46 @@ def _attempts(changes: Sequence[StageChange], held: Floats, usable: float) -> _B
         if not again.blocked:
             return again
     return first
+
+
+def _searched(ways: Sequence[Ways], held: Floats, usable: float) -> tuple[_Builder, list[StageChange]] | None:
+    """Every order of groups of every combination of ways, the shortest first, until one fits or `MOST_SEARCHED`."""
+    left = MOST_SEARCHED
+    for changes in sorted(product(*(way.all() for way in ways)), key=lambda all_: sum(c.seconds for c in all_)):
+        sequence, left = _sequence(changes, held, usable, left)
+        if sequence is not None:
+            return _Builder.follow(changes, sequence, held, usable), list(changes)
+        if left <= 0:
+            break
+    return None
+
+
+def _sequence(
+    changes: Sequence[StageChange], held: Floats, usable: float, left: int
+) -> tuple[tuple[int, ...] | None, int]:
+    """(whose group is next, again and again, so that all fit; what is left of the groups that may be tried).
+
+    What is on a GPU depends on how many groups of each model-stage are done, not on their order.
+    """
+    end = tuple(len(c.groups) for c in changes)
+    seen = {(0,) * len(changes)}
+    waiting: list[tuple[tuple[int, ...], tuple[int, ...], Floats]] = [((0,) * len(changes), (), held)]
+    while waiting and left > 0:
+        at, sequence, now = waiting.pop()
+        if at == end:
+            return sequence, left
+        for i in (i for i in range(len(changes)) if at[i] < end[i]):
+            group, reached = changes[i].groups[at[i]], (*at[:i], at[i] + 1, *at[i + 1 :])
+            left -= 1
+            if reached in seen:
+                continue
+            over = now[group.gpus] + group.take_bytes > usable + SLACK_BYTES
+            if not (over & (group.take_bytes > 0)).any():
+                after = now.copy()
+                after[group.gpus] += group.take_bytes - group.free_bytes
+                seen.add(reached)
+                waiting.append((reached, (*sequence, i), after))
+    return None, left
 
 
 def _shortest(first: _Builder, changes: Sequence[StageChange], held: Floats, usable: float) -> _Builder:
@@ -214,9 +264,7 @@ class _Builder:
     @classmethod
     def run(cls, changes: Sequence[StageChange], order: Sequence[int], held: Floats, usable: float) -> _Builder:
         """Take all groups; those of the same kind in `order` of the model-stages. blocked: whose groups did not fit."""
-        self = cls(
-            usable=usable, taken=held.copy(), freed={}, groups=[], edges=[], blocked=[], short=np.zeros(len(held))
-        )
+        self = cls.empty(held, usable)
         queues = {i: list(changes[i].groups) for i in order if changes[i].groups}
         while queues:
             heads = sorted(queues, key=lambda i: KINDS.index(queues[i][0].kind))  # stable: ties keep the order
@@ -227,6 +275,21 @@ class _Builder:
             queues[done].pop(0)
             if not queues[done]:
                 del queues[done]
+        return self
+
+    @classmethod
+    def empty(cls, held: Floats, usable: float) -> _Builder:
+        short = np.zeros(len(held))
+        return cls(usable=usable, taken=held.copy(), freed={}, groups=[], edges=[], blocked=[], short=short)
+
+    @classmethod
+    def follow(cls, changes: Sequence[StageChange], sequence: Sequence[int], held: Floats, usable: float) -> _Builder:
+        """Take the groups in an order that is known to fit."""
+        self = cls.empty(held, usable)
+        groups = [iter(c.groups) for c in changes]
+        for i in sequence:
+            fits = self.take(next(groups[i]))
+            assert fits, "a group fits whenever all before it are done"
         return self
 
     def take(self, group: PrimitiveGroup) -> bool:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 import numpy as np
@@ -74,16 +74,18 @@ def program(
     base_bytes: float = 0.0,
     lowerings: Sequence[Lowering] = LOWERINGS,
     setup_s: float = 0.0,
+    remade: Set[ModelStage] = frozenset({ACTOR_GENERATION}),
 ) -> Program:
     """From what is held to a plan. current: what it was laid out for; holdings: what is really there, by GPU.
 
+    remade: model-stages that are only made, and filled from elsewhere: by weight_sync, or from a checkpoint.
     A model-stage whose holdings are those of its placement may be staged; others are changed directly.
     Raises InfeasibleTransition, and StateError when something that the target needs is held by no GPU.
     """
     held = np.full(len(node_of), base_bytes)
     ways, exact = [], []
     for m, old, new in changes_of(current, target):
-        change = _ExactChange(specs[m], m, old, new, holdings.get(m, {}), node_of, rates)
+        change = _ExactChange(specs[m], m, old, new, holdings.get(m, {}), node_of, rates, remade=m in remade)
         held += change.shards.old_bytes
         exact.append(change)
         ways.append(Ways(change.ways(lowerings)))
@@ -126,13 +128,15 @@ class _ExactChange:
         sources: Holdings,
         node_of: Ints,
         rates: Rates,
+        *,
+        remade: bool,
     ) -> None:
         self.spec, self.model_stage, self.old, self.new = spec, model_stage, old, new
         self.sources = dict(sources)
         self.targets: Holdings = {} if new is None else spec.holdings(new)
         self.node_of, self.rates = node_of, rates
         known = bool(self.sources) or old is not None  # if none of it is left, making it anew would not do
-        self.moved = known and bool(self.targets) and model_stage != ACTOR_GENERATION
+        self.moved = known and bool(self.targets) and not remade
         self._plans: dict[bool, MovePlan] = {}
         self.shards = self._shards()
 

@@ -12,7 +12,7 @@ import signal
 import sys
 import time
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any, ClassVar
 
 import torch
@@ -20,11 +20,12 @@ import torch.distributed as dist
 from states_for_tests import cut_out
 
 from nereus.core.errors import PlanError
-from nereus.core.plan import Placement
+from nereus.core.plan import ModelStage, Placement
 from nereus.core.sharding import Holding, Move, StateSpec
 from nereus.runtime.communicator import Communicator, Pending
 from nereus.runtime.state import LocalState, transfer
-from nereus.runtime.unit_store import UnitStore
+from nereus.runtime.transport import NO_ADDRESSES
+from nereus.runtime.unit_store import Addresses, Built, UnitStore
 from nereus.runtime.worker import WorkerContext
 
 BIG = 400_003
@@ -345,6 +346,60 @@ class Holder(UnitStore[LocalState]):
 
     def die(self) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Striker(Holder):
+    """A holder that kills itself at a point of a transition: at the nth command that changes its shards."""
+
+    _strike: tuple[int, str] | None = None
+
+    def arm(self, nth: int, moment: str) -> None:
+        """moment: start, middle (half of the regions have been copied) or end (all of them) of the command."""
+        self._strike = nth, moment
+
+    def build(
+        self,
+        model_stage: ModelStage,
+        holding: Holding | None,
+        names: Set[str] | None,
+        moves: Sequence[Move],
+        addresses: Addresses = NO_ADDRESSES,
+    ) -> Built:
+        self._struck("start")
+        if self._strike == (0, "middle"):
+            pulled = [move for move in moves if self.context.shared_memory or move.source == move.target]
+            super().build(model_stage, holding, names, pulled[: len(pulled) // 2], addresses)
+            self.die()
+        built = super().build(model_stage, holding, names, moves, addresses)
+        self._struck("end")
+        return built
+
+    def settle(self, model_stage: ModelStage, names: Set[str] | None, last: bool) -> None:
+        self._struck("start")
+        super().settle(model_stage, names, last)
+        self._struck("end")
+
+    def create(self, model_stage: ModelStage, holding: Holding) -> None:
+        self._struck("start")
+        super().create(model_stage, holding)
+        self._struck("end")
+
+    def commit(self, version: int, placements: Mapping[ModelStage, Placement]) -> dict[ModelStage, int]:
+        self._struck("start")
+        found = super().commit(version, placements)
+        self._struck("end")
+        return found
+
+    def _struck(self, moment: str) -> None:
+        """Count at the start; strike when it is this command's turn."""
+        if self._strike is None:
+            return
+        nth, wanted = self._strike
+        if moment == "start":
+            nth -= 1
+            self._strike = nth, wanted
+        if nth == 0 and moment == (wanted if wanted != "middle" else "end"):
+            self.die()
 
 
 def an_object_of_a_module_that_only_this_process_has() -> Any:

@@ -1,8 +1,8 @@
 """Runs the program of a transition on a cluster. It makes no choices: order, sources and regions are the program's.
 
 Every primitive is a call to its devices alone, so primitives on different devices overlap. A primitive is issued when those
-that it waits for are done and no earlier one on its devices is waiting; a device runs its commands in the order of issue,
-which is the program's on every device, so no two of them can wait for each other.
+that it waits for are done and its devices are done with what comes before; so every device keeps to the program's order,
+with the memory that was predicted for it, and no two of them can wait for each other.
 
     build    on all of the primitive's devices       copies; old shards stay
     settle   when all of them have answered          old shards freed, new ones take their place
@@ -94,16 +94,16 @@ class Executor:
             call.results()
 
     def _issue(self, waiting: Sequence[Step]) -> list[Step]:
-        """Start what can start; returns the rest. A device that an earlier primitive waits for is taken."""
+        """Start what can start; returns the rest. A device is taken by what runs on it, or comes before on it."""
         left: list[Step] = []
-        taken: set[int] = set()
+        taken = {gpu for running in self._running for gpu in running.step.primitive.gpus}
         for step in waiting:
             ready = all(number in self._done for number in step.primitive.after)
             if ready and taken.isdisjoint(step.primitive.gpus):
                 self._running.append(_Running(step=step, call=self._start(step, 0), start_s=self._clock()))
             else:
-                taken |= set(step.primitive.gpus)
                 left.append(step)
+            taken |= set(step.primitive.gpus)
         return left
 
     def _start(self, step: Step, batch: int) -> Call:

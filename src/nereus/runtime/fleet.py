@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -90,6 +90,7 @@ class Fleet:
         self._groups = GroupDirectory()
         self._epoch = cluster.epoch
         self._version = 0
+        self._versions: dict[ModelStage, int] = {}
         self._broken = False
         self._sync: MovePlan | None = None
 
@@ -104,19 +105,27 @@ class Fleet:
         """
         self._owners, self._broken = Owners(), False
         self._connect(plan, self.pool)
+        self._call("forget", self.pool).results()
         for placement in plan.placements:
             name = placement.model_stage
             holdings = self.specs[name].holdings(placement)
             self.cluster.call("create", {g: (name, h) for g, h in holdings.items()}).results()
-            if name in sources:
-                self._call("load", placement.gpus, name, dict(sources[name].files), sources[name].seed).results()
             for gpu, holding in holdings.items():
                 self._owners.set(name, gpu, holding, None)
-        self._locate(plan)
+        self._load(plan, sources)
+        self._locate()
         self._commit(plan)
 
-    def prepare(self, plan: Plan) -> Program:
-        """How the fleet would get to a plan. Raises InfeasibleTransition; StateError when a last copy is gone."""
+    def _load(self, plan: Plan, sources: Mapping[ModelStage, Source]) -> None:
+        for name, source in sources.items():
+            if name in plan:
+                self._call("load", plan[name].gpus, name, dict(source.files), source.seed).results()
+
+    def prepare(self, plan: Plan, restored: Set[ModelStage] = frozenset()) -> Program:
+        """How the fleet would get to a plan. restored: model-stages that will be loaded from files.
+
+        Raises InfeasibleTransition; StateError when the last copy of something else is gone.
+        """
         largest = max((*self.pool, *plan.gpus, *self.plan.gpus), default=0)
         nodes = {g: self.cluster.node_of(g) for g in self.pool}
         return program(
@@ -128,11 +137,15 @@ class Fleet:
             rates=self.rates,
             usable_bytes=self.usable_bytes,
             lowerings=self.lowerings,
+            remade={ACTOR_GENERATION, *restored},
         )
 
-    def change(self, plan: Plan, devices: Sequence[int]) -> Transition:
+    def change(
+        self, plan: Plan, devices: Sequence[int], sources: Mapping[ModelStage, Source] | None = None
+    ) -> Transition:
         """Go to another plan on `devices`, at a step boundary. actor/generation is only made: weight_sync must follow.
 
+        sources: model-stages that are loaded from files, since no device has them any more.
         After an exception the devices that are left hold what they held, or will; call it again, with a plan for them.
         """
         beyond = sorted(set(plan.gpus) - set(devices))
@@ -143,7 +156,7 @@ class Fleet:
         if added := sorted(set(devices) - set(self.pool)):
             self.cluster.start(added)
         try:
-            transition = self._run(plan)
+            transition = self._run(plan, sources or {})
         except (WorkerDied, WorkerFailed):
             self._broken = True
             raise
@@ -171,10 +184,10 @@ class Fleet:
         lost = {name: missing(self.specs[name], self._owners.of(name)) for name in self.specs}
         return {name: regions for name, regions in lost.items() if regions and name != ACTOR_GENERATION}
 
-    def _run(self, plan: Plan) -> Transition:
+    def _run(self, plan: Plan, sources: Mapping[ModelStage, Source]) -> Transition:
         self._connect(plan, self.pool)
-        self._locate(self.plan)
-        todo = self.prepare(plan)
+        self._locate()
+        todo = self.prepare(plan, sources.keys())
         names = list(self.specs) if self._broken else [m for m in self.specs if self._changes(m, plan)]
         self._call("retire", self.pool, names).results()
         self._call("peak_bytes", self.pool).results()
@@ -182,7 +195,8 @@ class Fleet:
         started = self.clock()
         executor.run(todo)
         seconds = self.clock() - started
-        self._locate(plan)
+        self._load(plan, sources)
+        self._locate()
         self._commit(plan, names)
         self._broken = False
         received: dict[ModelStage, int] = dict.fromkeys((p.model_stage for p in plan.placements), 0)
@@ -210,7 +224,7 @@ class Fleet:
         spec = self.specs[name]
         return sum(spec.holding_bytes(h) for h in self._owners.of(name).values())
 
-    def _locate(self, plan: Plan) -> None:
+    def _locate(self) -> None:
         """Where shards lie of which that is not known yet, for peers to read."""
         if not self.cluster.shared_memory:
             return
@@ -229,14 +243,21 @@ class Fleet:
                 self._owners.set(name, gpu, self._owners.of(name)[gpu], address)
 
     def _commit(self, plan: Plan, names: Sequence[ModelStage] | None = None) -> None:
-        """Make units of the shards of these model-stages."""
+        """Make units of the shards of these model-stages (None: of all of the plan).
+
+        Raises StateError when a device has a unit of another version, or one that the plan does not have there.
+        """
         self._version += 1
         by_gpu: dict[int, dict[ModelStage, Any]] = {g: {} for g in self.pool}
         for placement in plan.placements:
             if names is None or placement.model_stage in names:
                 for gpu in placement.gpus:
                     by_gpu[gpu][placement.model_stage] = placement
-        self.cluster.call("commit", {g: (self._version, made) for g, made in by_gpu.items()}).results()
+                self._versions[placement.model_stage] = self._version
+        found = self.cluster.call("commit", {g: (self._version, made) for g, made in by_gpu.items()}).results()
+        for gpu, versions in found.items():
+            if versions != {p.model_stage: self._versions[p.model_stage] for p in plan.placements if gpu in p.gpus}:
+                raise StateError(f"device {gpu} has units of versions {versions}, the plan has others")
         self.plan, self._sync = plan, None
 
     def weight_sync(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -46,6 +47,7 @@ class GroupDirectory:
     """The controller's list of open groups: names each one once, and again when it has to be made anew."""
 
     def __init__(self) -> None:
+        self._prefix = uuid.uuid4().hex[:8]  # another directory may have used the same store
         self._open: dict[tuple[Purpose, tuple[int, ...], tuple[int, ...]], Group] = {}
         self._made = 0
 
@@ -70,7 +72,7 @@ class GroupDirectory:
 
     def _new(self, purpose: Purpose, ranks: tuple[int, ...]) -> Group:
         self._made += 1
-        return Group(purpose, ranks, f"{self._made}/{purpose}")
+        return Group(purpose, ranks, f"{self._prefix}/{self._made}/{purpose}")
 
 
 class GroupTable:

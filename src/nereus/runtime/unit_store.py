@@ -53,7 +53,7 @@ class UnitStore(Generic[U]):
         self.me = context.device_id
         self.specs = specs
         self.units: dict[ModelStage, U] = {}
-        self.version = 0
+        self._versions: dict[ModelStage, int] = {}
         self._allocator: Allocator = SharedMemory() if context.shared_memory else DeviceMemory(context.device)
         self._states: dict[ModelStage, LocalState] = {}
         self._incoming: dict[ModelStage, LocalState] = {}
@@ -84,6 +84,15 @@ class UnitStore(Generic[U]):
         """Take units out of use; their state stays."""
         for name in names:
             self.units.pop(name, None)
+
+    def forget(self) -> None:
+        """Free everything."""
+        self.units.clear()
+        self._arrived.clear()
+        for states in (self._states, self._incoming):
+            for state in states.values():
+                state.drop()
+            states.clear()
 
     def create(self, model_stage: ModelStage, holding: Holding) -> None:
         """A shard of zeros, for `load` or weight_sync to fill."""
@@ -129,16 +138,19 @@ class UnitStore(Generic[U]):
             if (incoming := self._incoming.pop(model_stage, None)) is not None:
                 self._states[model_stage] = incoming
 
-    def commit(self, version: int, placements: Mapping[ModelStage, Placement]) -> None:
-        """Make units of the shards of these model-stages, which are complete. version: grows with every transition."""
-        assert version > self.version, "a commit of the past"
+    def commit(self, version: int, placements: Mapping[ModelStage, Placement]) -> dict[ModelStage, int]:
+        """Make units of the shards of these model-stages, which are complete; returns the versions of all units here.
+
+        version: of these units; it grows with every transition.
+        """
         for name, placement in placements.items():
             at, state = placement.position(self.me), self._states[name]
             holding = state.spec.position_holding(placement.layout, at.pp_stage, at.tp_rank)
             if state.holding != holding or set(state.tensors) != set(holding):
                 raise StateError(f"{name}: device {self.me} does not hold the shard of its position")
             self.units[name] = self.make_unit(placement, state)
-        self.version = version
+            self._versions[name] = version
+        return {name: self._versions[name] for name in self.units}
 
     def consolidate(self) -> dict[ModelStage, Holding]:
         """After a failure: one shard of all that is complete of each model-stage here, old or new; what each holds."""

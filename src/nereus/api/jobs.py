@@ -72,17 +72,26 @@ def scenario_of(
 class AutoPlanner:
     """Answers for `plan: auto` in a job: the planner's best plan, or the one that the run has recorded for that step.
 
-    recorded: (step, devices) -> plan. chosen: what was chosen and is not recorded yet.
+    recorded: (step, devices) -> plan. chosen: what was chosen and is not recorded yet. scenario: the job's, if it is known.
+    current: what the first plan is to keep state of.
     """
 
-    def __init__(self, job: Job, recorded: Mapping[tuple[int, tuple[int, ...]], Plan] | None = None) -> None:
+    def __init__(
+        self,
+        job: Job,
+        recorded: Mapping[tuple[int, tuple[int, ...]], Plan] | None = None,
+        *,
+        scenario: Scenario | None = None,
+        current: Plan | None = None,
+    ) -> None:
         self.job, self.recorded = job, dict(recorded or {})
         self.chosen: list[PlanChosen] = []
+        self._given, self._current = scenario, current
 
     @cached_property
     def scenario(self) -> Scenario:
         """Of the whole job; made only if something has to be planned, since it may measure the machine."""
-        return scenario_of(self.job)
+        return scenario_of(self.job) if self._given is None else self._given
 
     def __call__(self, step: int, devices: Sequence[int], current: Plan | None) -> Plan:
         """See `core.job.AutoPlan`."""
@@ -91,7 +100,7 @@ class AutoPlanner:
         if kept is not None and self._is_possible(kept, pool):
             return kept
         scenario = self.scenario.at(gpus=len(pool))
-        choice = scenario.choose(devices=pool, current=current)
+        choice = scenario.choose(devices=pool, current=current or self._current)
         best = choice.best
         self.chosen.append(
             PlanChosen(

@@ -98,8 +98,10 @@ class Plan:
     """JSON of `nereus.cost.Calibration`: efficiencies learned from measurements."""
     sweep: Annotated[tuple[str, ...], tyro.conf.arg(metavar="lengths=A..B gpus=C..D")] = ()
     """How the best plan shifts over lengths and pools, both doubling."""
+    transition_to: Annotated[tuple[str, ...], tyro.conf.arg(metavar="OTHER.yaml|length=N|gpus=N")] = ()
+    """What it would take to change from this plan to that of another job file, or to the best one at other figures."""
     plot: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
-    """Draw the sweep as a picture."""
+    """Draw the sweep, or the transition, as a picture."""
     json: bool = False
     """Print one JSON object on stdout, and nothing else there."""
 
@@ -109,19 +111,37 @@ class Plan:
 
         scenario = self._scenario()
         console = Console(stderr=self.json, highlight=False)
-        if self.sweep or self.plot is not None:
+        if self.transition_to and self.sweep:
+            raise UserError("--sweep and --transition-to are two questions: ask one of them")
+        if self.transition_to:
+            found: dict[str, Any] = plan.show_transition(
+                console, scenario, self._plan(scenario), self.transition_to, self.plot
+            )
+        elif self.sweep or self.plot is not None:
             lengths, gpus = plan.sweep_axes(self.sweep, scenario)
             points = scenario.sweep(response_lengths=lengths, gpus=gpus)
             console.print(sweep_view(points))
             if self.plot is not None:
                 title = f"{scenario.name} {scenario.algorithm} on {scenario.device_kind.name}, predicted"
                 plan.plot(points, self.plot, title)
-            found: dict[str, Any] = {"sweep": [point.to_json() for point in points]}
+            found = {"sweep": [point.to_json() for point in points]}
         else:
             found = plan.show(console, scenario)
         if self.json:
             _print_json(found)
         return 0
+
+    def _plan(self, scenario: Scenario) -> Any:
+        """The plan of the job file, or the best one without a file."""
+        from nereus.api.job_file import load_job
+        from nereus.api.jobs import AutoPlanner
+        from nereus.core.job import initial_plan
+
+        if self.job is None:
+            return scenario.choose(k=1).best.plan
+        overrides = self.set if self.gpus is None else (*self.set, f"cluster.devices={self.gpus}")
+        job = load_job(self.job, overrides)
+        return initial_plan(job, AutoPlanner(job, scenario=scenario))
 
     def _scenario(self) -> Scenario:
         from nereus.api.job_file import load_job
@@ -166,9 +186,10 @@ class Bench:
     equivalence: that a run which changes its plan trains as one that does not (several runs of --job).
     cost: predicted against measured step times of published runs (--table CSV), or of RL logs (--rl FOLDER).
     planner: milliseconds of a whole replan for pools of 8 to 16,384 GPUs, and SCIP on the same problem.
+    dag: milliseconds to plan a transition for pools of 32 to 16,384 GPUs, and its schedule against proven bounds.
     """
 
-    name: tyro.conf.Positional[Literal["equivalence", "cost", "planner"]]
+    name: tyro.conf.Positional[Literal["equivalence", "cost", "planner", "dag"]]
     """Which bench."""
     job: Annotated[Path, tyro.conf.arg(metavar="JOB")] = Path("examples/count")
     """equivalence: job file to measure with."""
@@ -186,6 +207,10 @@ class Bench:
     """cost: an interpreter that has llm-analysis, which is then scored on the same rows."""
     scip_limit_s: float = 60.0
     """planner: SCIP's time limit on each problem; 0 leaves it out."""
+    pairs: int = 10
+    """dag: pairs of plans for each pool."""
+    solver_limit_s: float = 5.0
+    """dag: the time limit of SCIP and CP-SAT on each pair; 0 leaves them out."""
     json: bool = False
     """Print one JSON object on stdout, and nothing else there."""
 
@@ -213,6 +238,11 @@ class Bench:
 
             found = bench_planner(scip_limit_s=self.scip_limit_s, scip=self.scip_limit_s > 0, say=say)
             return found, bench.row_lines(found)
+        if self.name == "dag":
+            from nereus.cli.bench_dag import bench_dag
+
+            found = bench_dag(pairs=self.pairs, solver_limit_s=self.solver_limit_s, say=say)
+            return found, [*bench.row_lines(found), *bench.summary_lines(found)]
         if self.rl is not None:
             from nereus.cli.bench_cost_rl import bench_cost_rl
 

@@ -8,10 +8,15 @@ from typing import Any
 
 from rich.console import Console
 
+from nereus.api.job_file import load_job
+from nereus.api.jobs import AutoPlanner
 from nereus.api.scenario import Scenario, SweepPoint
+from nereus.api.transitions import Transitions
 from nereus.cli.plan_view import choice_view
+from nereus.cli.transition_view import plot_transition, transition_view
 from nereus.core.errors import UserError
-from nereus.core.plan import ACTOR_TRAINING
+from nereus.core.job import initial_plan
+from nereus.core.plan import ACTOR_TRAINING, Plan
 from nereus.cost.calibration import Calibration
 
 
@@ -36,6 +41,33 @@ def show(console: Console, scenario: Scenario) -> dict[str, Any]:
         "estimate": scenario.estimate(choice.best.plan).to_json(),
         "why": why.to_json(),
     }
+
+
+def show_transition(
+    console: Console, scenario: Scenario, current: Plan, to: Sequence[str], picture: Path | None
+) -> dict[str, Any]:
+    """Print what a change from the current plan would take; returns it as JSON. to: see `_other_plan`."""
+    target = _other_plan(scenario, current, to)
+    found = Transitions(scenario).estimate(current, target)
+    console.print(transition_view(found))
+    if picture is not None:
+        title = f"{scenario.name} on {len(target.gpus)} {scenario.device_kind.name}: transition, predicted"
+        plot_transition(found, picture, title)
+    return found.to_json()
+
+
+def _other_plan(scenario: Scenario, current: Plan, to: Sequence[str]) -> Plan:
+    """The plan of a job file, or the best one with length=TOKENS or gpus=NUMBER changed. Raises UserError."""
+    if len(to) == 1 and "=" not in to[0]:
+        job = load_job(Path(to[0]))
+        return initial_plan(job, AutoPlanner(job, scenario=scenario.at(gpus=job.cluster.devices), current=current))
+    figures = {}
+    for text in to:
+        name, _, value = text.partition("=")
+        if name not in ("length", "gpus") or not value.isdigit() or not int(value):
+            raise UserError(f"--transition-to {text!r} must be a job file, or length=TOKENS or gpus=NUMBER")
+        figures["response_length" if name == "length" else name] = int(value)
+    return scenario.at(**figures).choose(k=1, current=current).best.plan
 
 
 def sweep_axes(texts: Sequence[str], scenario: Scenario) -> tuple[list[int], list[int]]:

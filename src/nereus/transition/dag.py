@@ -92,6 +92,10 @@ class TransitionDag:
     def received_bytes(self) -> float:
         return float(sum(g.received_bytes.sum() for g in self.groups))
 
+    def changes(self, model_stage: ModelStage) -> bool:
+        """Whether a model-stage does anything."""
+        return any(g.model_stage == model_stage for g in self.groups)
+
     def received_by_gpu(self) -> Floats:
         """[GPUs]"""
         total = np.zeros(len(self.held_bytes))

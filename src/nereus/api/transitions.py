@@ -61,7 +61,8 @@ class Transitions:
     def estimate(self, current: Plan, target: Plan, *, lowerings: Sequence[Lowering] = LOWERINGS) -> TransitionEstimate:
         """What it takes to get from one plan to another. Raises InfeasibleTransition (a PlanError)."""
         node_of = self._node_of(max((*current.gpus, *target.gpus)) + 1)
-        target = align_plan(target, current, self._profiles, node_of)
+        if target != current:
+            target = align_plan(target, current, self._profiles, node_of)
         dag = plan_transition(
             self._profiles,
             current,

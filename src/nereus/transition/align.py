@@ -36,13 +36,8 @@ def align_plan(target: Plan, current: Plan, profiles: Mapping[ModelStage, StateP
     for placement in sorted(target.placements, key=lambda p: p.model_stage == ACTOR_GENERATION):
         m = placement.model_stage
         source = before.get(m)
-        trained = found.get(ACTOR_TRAINING)
-        if (
-            m == ACTOR_GENERATION
-            and trained is not None
-            and (source, trained) != (placement, before.get(ACTOR_TRAINING))
-        ):
-            source = trained
+        if m == ACTOR_GENERATION and ACTOR_TRAINING in target:
+            source = found[ACTOR_TRAINING]
         found[m] = placement if source is None else align(placement, source, profiles[m], node_of)
     return Plan(tuple(found[p.model_stage] for p in target.placements))
 

@@ -187,6 +187,22 @@ def test_shared_memory_goes_at_once_with_the_last_state_that_has_it() -> None:
 
 
 @needs_shared_memory
+@settings(max_examples=30, deadline=None)
+@given(draw=st.randoms(use_true_random=False))
+def test_neighbours_of_what_is_dropped_are_left_alone(draw: random.Random) -> None:
+    lengths = [draw.choice([1, 7, 100, 1000, PAGE // 4, 3000]) for _ in range(30)]
+    tensors = [
+        TensorSpec(name=f"t{i}", shape=(length,), dtype="float32", where="everywhere")
+        for i, length in enumerate(lengths)
+    ]
+    state = filled(StateSpec(tuple(tensors), 1), {t.name: ((0, t.length),) for t in tensors}, SharedMemory())
+    while state.tensors:
+        state.drop(draw.sample(sorted(state.tensors), min(4, len(state.tensors))))
+        for name, tensor in state.tensors.items():
+            assert torch.equal(as_bits(tensor), expected_bits(state.specs[name], state.holding[name]))
+
+
+@needs_shared_memory
 def test_a_state_leaves_no_files_and_mappings_dropped_or_forgotten() -> None:
     gc.collect()
     before = open_files(), mapped_files()
@@ -210,11 +226,10 @@ def test_a_state_leaves_no_files_and_mappings_dropped_or_forgotten() -> None:
 def test_a_dropped_state_closes_its_files_though_views_live() -> None:
     before = open_files()
     state = filled(SPEC, WHOLE, SharedMemory())
-    views, mappings = list(state.tensors.values()), mapped_files()
-    assert len(state.address().segments) == 3  # two layers and the rest
+    views, segments = list(state.tensors.values()), state.address().segments
+    assert len(segments) == 3  # two layers and the rest
     state.drop()
-    files = open_files() - before
-    assert files <= mappings  # at most the one that each mapping has for itself
+    assert open_files() <= before + len(segments)  # each mapping may have a descriptor of its own
     del views
     assert open_files() == before
 

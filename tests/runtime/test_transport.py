@@ -310,11 +310,11 @@ def test_an_abort_ends_a_copy_between_pieces_and_unmaps_the_source(looks: int) -
     target = LocalState.empty(spec, {"t": ((0, length),)}, SharedMemory())
     target.add(["t"], zero=True)
     before = open_files(), mapped_files()
-    with pytest.raises(Aborted, match="looked at often enough"):
+    with pytest.raises(Aborted, match="looked at often enough") as caught:
         SharedMemoryCopy(1, FlagAfter(looks)).transfer(
             [Move("t", 0, 1, 0, length)], source=None, target=target, addresses={0: source.address()}
         )
-    assert (open_files(), mapped_files()) == before
+    assert (open_files(), mapped_files()) == before, f"still mapped while {caught} is at hand"
     written = as_bits(target.tensors["t"]).view(3, -1).ne(0).any(1).sum()
     assert written == looks - 1
     assert wrong_tensors(source) == []

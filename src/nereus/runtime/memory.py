@@ -46,13 +46,17 @@ Wanted = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 
 
 class Segment:
-    """Mapped pages that hold several tensors, of an anonymous file or (file None) of this process alone."""
+    """Mapped pages that hold several tensors, of an anonymous file or (file None) of this process alone.
+
+    The file is closed with the last reference to this object: tensors keep the pages mapped, not the file open.
+    """
 
     def __init__(self, num_bytes: int, file: int | None = None) -> None:
         self.num_bytes = num_bytes
         self.file = file
         self._mapping = mmap.mmap(-1, num_bytes, mmap.MAP_PRIVATE) if file is None else mmap.mmap(file, num_bytes)
-        self._close = weakref.finalize(self, os.close, file) if file is not None else None
+        if file is not None:
+            weakref.finalize(self, os.close, file)
         self._in_use = 0
 
     def tensor(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -61,7 +65,7 @@ class Segment:
         return _tensor(self._mapping, offset, shape, dtype)
 
     def give_back(self, offset: int, num_bytes: int) -> None:
-        """One tensor's pages, as far as no other tensor lies in them; with the last tensor, all pages and the file."""
+        """One tensor's pages, as far as no other tensor lies in them; with the last tensor, all pages."""
         self._in_use -= 1
         start = -(-offset // mmap.PAGESIZE) * mmap.PAGESIZE
         stop = (offset + num_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
@@ -70,8 +74,6 @@ class Segment:
         if start < stop:
             advice = mmap.MADV_DONTNEED if self.file is None else mmap.MADV_REMOVE
             self._mapping.madvise(advice, start, stop - start)
-        if not self._in_use and self._close is not None:
-            self._close()
 
 
 @dataclass(eq=False)

@@ -340,13 +340,19 @@ class _Builder:
     def seconds_and_bound(self) -> tuple[float, float]:
         """When the last GPU is done; and the busiest GPU's or the longest model-stage's seconds: no order has less."""
         done, busy = np.zeros(len(self.taken)), np.zeros(len(self.taken))
-        alone: dict[ModelStage, Floats] = {}
-        for g in (g for g in self.groups if g.seconds.any()):
+        lasting = [g for g in self.groups if g.seconds.any()]
+        for g in lasting:
             starts_of(g, done)
-            starts_of(g, alone.setdefault(g.model_stage, np.zeros(len(done))))
             busy[g.gpus] += g.seconds[g.part]
-        bound = max((float(each.max()) for each in alone.values()), default=0.0)
-        return float(done.max(initial=0.0)), max(bound, float(busy.max(initial=0.0)))
+        seconds, bound = float(done.max(initial=0.0)), float(busy.max(initial=0.0))
+        if seconds <= bound * CLOSE:
+            return seconds, bound
+        for model_stage in {g.model_stage for g in lasting}:
+            alone = np.zeros(len(self.taken))
+            for g in (g for g in lasting if g.model_stage == model_stage):
+                starts_of(g, alone)
+            bound = max(bound, float(alone.max()))
+        return seconds, bound
 
     def infeasible(self, usable: float) -> InfeasibleTransition:
         gpus = np.flatnonzero(self.short > SLACK_BYTES)

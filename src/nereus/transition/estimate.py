@@ -16,7 +16,7 @@ import numpy as np
 from nereus.core.errors import StateError
 from nereus.core.plan import Layout, ModelStage, Placement
 from nereus.transition.groups import PrimitiveGroup, Shards, StageChange, destroy, local, part_seconds, parts
-from nereus.transition.profile import StateProfile
+from nereus.transition.profile import StateProfile, ordinals
 from nereus.transition.rates import Floats, Flows, Ints, Rates, Traffic
 from nereus.transition.units import common_layout, factors
 
@@ -59,18 +59,14 @@ def shards_of(profile: StateProfile, old: Grid, new: Grid) -> Shards:
 
 def direct_flows(profile: StateProfile, old: Grid, new: Grid, shards: Shards, node_of: Ints, staying: bool) -> Flows:
     """Who sends how much to whom. staying: read from units of which a GPU stays only, where there are any."""
-    lacking = profile.common(new.layout, old.layout).lacking
-    wants, has = np.nonzero(lacking)  # pairs of positions that share something
-    target = new.gpus[:, wants]
-    own = old.position[target]
-    amount = np.where(own == has, 0.0, lacking[wants, has])
-    amount[shards.received_bytes[target] == 0] = 0
-    needed = amount > 0
-    if not needed.any():
+    common = profile.common(new.layout, old.layout)
+    target = new.gpus.T[common.wants]
+    needed = (old.position[target] != common.has[:, None]) & (shards.received_bytes[target] > 0)
+    pair, unit = np.nonzero(needed)  # pair by pair, so that what is small (norms) does not come between what is large
+    if not len(pair):
         return Flows.none()
-    pair, unit = np.nonzero(needed.T)  # the many small ones of a pair (norms) do not come between the large of another
-    target, amount = target.T[pair, unit], amount.T[pair, unit]
-    turn, has = unit + _ordinals(has)[pair], has[pair]
+    target, has = target[pair, unit], common.has[pair]
+    amount, turn = common.lacking[common.wants[pair], has], unit + common.turn[pair]
     source = old.gpus[_replicas(old, new, turn, has, target, node_of, staying), has]
     total = np.bincount(target, amount, len(node_of))[target]
     exact = amount * shards.received_bytes[target] / total  # the reader's own copies of shared regions are not sent
@@ -92,18 +88,8 @@ def _replicas(old: Grid, new: Grid, turn: Ints, has: Ints, target: Ints, node_of
     first, near = (np.cumsum(count) - count)[wanted], count[wanted]
     far = near == 0
     pick = by_place[np.minimum(first + turn % np.maximum(near, 1), len(by_place) - 1)] // positions
-    pick[far] = _ordinals(has[far]) % len(units)
+    pick[far] = ordinals(has[far]) % len(units)
     return np.asarray(units[pick])
-
-
-def _ordinals(keys: Ints) -> Ints:
-    """[n]: how many of the earlier ones are equal. keys: small."""
-    count = np.bincount(keys)
-    found = np.empty_like(keys)
-    found[np.argsort(keys.astype(np.uint16), kind="stable")] = np.arange(len(keys)) - np.repeat(
-        np.cumsum(count) - count, count
-    )
-    return found
 
 
 def streamed_peak(profile: StateProfile, old: Grid, new: Grid, order: Ints) -> Floats:

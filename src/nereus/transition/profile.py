@@ -34,11 +34,16 @@ class Common:
     held: both have it. adopted: the part of it in tensors of which both have the very same intervals: such a tensor goes
     over to the new unit as it is, without a copy. lacking[:, j]: what old position j is the first to have of it; rows
     add up to the bytes of the new position.
+    wants, has, turn: [pairs] the pairs of positions for which `lacking` is not zero, and how many earlier pairs have the
+    same old position.
     """
 
     held: Floats
     adopted: Floats
     lacking: Floats
+    wants: Ints
+    has: Ints
+    turn: Ints
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,7 +109,16 @@ class StateProfile:
         def total(pp: Floats, tp: Floats) -> Floats:
             return np.asarray(np.einsum("cpq,ctu->ptqu", pp, tp, optimize=True).reshape(new.size, old.size))
 
-        return Common(held=total(both, held), adopted=total(both, same), lacking=total(once, lacking))
+        first_to_have = total(once, lacking)
+        wants, has = np.nonzero(first_to_have)
+        return Common(
+            held=total(both, held),
+            adopted=total(both, same),
+            lacking=first_to_have,
+            wants=wants,
+            has=has,
+            turn=ordinals(has),
+        )
 
     def _slots(self, pp: int) -> Floats:
         """[pp, slots]: 1 where a pp_stage has a slot."""
@@ -146,6 +160,15 @@ def _overlaps(cut: Cut | None, length: int, new: int, old: int) -> tuple[Floats,
             lacking[i, j] = _length(intersect(left, have))
             left = subtract(left, have)
     return held, same, lacking
+
+
+def ordinals(keys: Ints) -> Ints:
+    """[n]: how many of the earlier ones are equal. keys: small numbers."""
+    count = np.bincount(keys)
+    found = np.empty_like(keys)
+    order = np.argsort(keys.astype(np.uint16), kind="stable")
+    found[order] = np.arange(len(keys)) - np.repeat(np.cumsum(count) - count, count)
+    return found
 
 
 def _length(intervals: Sequence[Interval]) -> int:

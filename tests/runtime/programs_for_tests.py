@@ -23,8 +23,8 @@ from nereus.core.errors import PlanError
 from nereus.core.plan import ModelStage, Placement
 from nereus.core.sharding import Holding, Move, StateSpec
 from nereus.runtime.communicator import Communicator, Pending
-from nereus.runtime.state import LocalState, transfer
-from nereus.runtime.transport import NO_ADDRESSES
+from nereus.runtime.state import LocalState
+from nereus.runtime.transport import NO_ADDRESSES, PeerToPeer
 from nereus.runtime.unit_store import Addresses, Built, UnitStore
 from nereus.runtime.worker import WorkerContext
 
@@ -314,15 +314,8 @@ class Talker:
                 tensor.fill_(-1)
 
     def transfer(self, name: str, moves: Sequence[Move], chunk_bytes: int) -> int:
-        return transfer(
-            moves,
-            me=self.me,
-            source=self.source,
-            target=self.target,
-            communicator=self.open_ones[name],
-            device=torch.device("cpu"),
-            chunk_bytes=chunk_bytes,
-        )
+        messages = PeerToPeer(self.open_ones[name], message_bytes=chunk_bytes)
+        return messages.transfer(moves, source=self.source, target=self.target)
 
     def wrong_tensors(self) -> list[str]:
         """Names of the tensors of the target that are not what slicing gives."""

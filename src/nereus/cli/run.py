@@ -305,8 +305,10 @@ def _listeners(
     stack: ExitStack, job: Job, folder: RunFolder, history: Sequence[Event], console: Console
 ) -> Callable[[Event], None]:
     from nereus.telemetry.console import view_for
+    from nereus.telemetry.trace import TraceFile
 
     listeners: list[Callable[[Event], None]] = [folder.handle]
+    listeners.append(stack.enter_context(TraceFile(folder.trace_path, time.time)).handle)
     if job.run.tensorboard:
         from nereus.telemetry.tracker import TensorBoardTracker
 

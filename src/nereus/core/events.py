@@ -93,6 +93,20 @@ class Moved:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PrimitiveFinished(_Event):
+    """One primitive of a transition is done, `number` of `total`. received_bytes: from other devices, by device."""
+
+    step: int
+    model_stage: str
+    kind: str
+    devices: tuple[int, ...]
+    seconds: float
+    received_bytes: Mapping[str, int]
+    number: int
+    total: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TransitionFinished(_Event):
     """The plan changed before `step`. Digests are of the logical state, whatever the layout.
 
@@ -147,4 +161,13 @@ class RunFinished(_Event):
     interrupted: bool
 
 
-Event = RunStarted | PlanChosen | StageStarted | StepFinished | TransitionFinished | CheckpointWritten | RunFinished
+Event = (
+    RunStarted
+    | PlanChosen
+    | StageStarted
+    | StepFinished
+    | PrimitiveFinished
+    | TransitionFinished
+    | CheckpointWritten
+    | RunFinished
+)

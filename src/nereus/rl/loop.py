@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from nereus.core.errors import StateError
-from nereus.core.events import Event, StageStarted, StepFinished, TransitionFinished
+from nereus.core.events import Event, PrimitiveFinished, StageStarted, StepFinished, TransitionFinished
 from nereus.core.graph import job_graph
 from nereus.core.job import Job, PlannedChange
 from nereus.core.plan import ACTOR_GENERATION, ACTOR_TRAINING, CRITIC_TRAINING, ModelStage
@@ -38,6 +38,7 @@ from nereus.rl.objectives import POLICY_STATISTICS, VALUE_STATISTICS, PolicyTarg
 from nereus.rl.rollouts import Generator, Rollouts, UnitGenerator, record
 from nereus.rl.tasks.base import Task
 from nereus.runtime.cluster import Call
+from nereus.runtime.executor import OnSpan, Span
 from nereus.runtime.fleet import Fleet
 
 POLICY_VERSION, NEXT_POSITION = 1, 2
@@ -288,7 +289,7 @@ class Trainer:
             kept = [p.model_stage for p in before.placements if p.model_stage != ACTOR_GENERATION]
             digest_before = self.fleet.digest(kept)
             ready = self.clock()
-            transition = self.fleet.change(change.plan, change.devices)
+            transition = self.fleet.change(change.plan, change.devices, on_span=self._tell(step))
             changed = self.clock()
             digest_after = self.fleet.digest(kept)
             ended = self.clock()
@@ -312,6 +313,25 @@ class Trainer:
             raise StateError(
                 f"step {step}: the change of plan changed the state: {digest_before} before, {digest_after} after"
             )
+
+    def _tell(self, step: int) -> OnSpan:
+        """Report each primitive of the change before `step`."""
+
+        def tell(span: Span, number: int, total: int) -> None:
+            self.emit(
+                PrimitiveFinished(
+                    step=step,
+                    model_stage=str(span.step.primitive.model_stage),
+                    kind=span.step.primitive.kind,
+                    devices=span.step.primitive.gpus,
+                    seconds=span.end_s - span.start_s,
+                    received_bytes={str(gpu): size for gpu, size in span.received.items()},
+                    number=number,
+                    total=total,
+                )
+            )
+
+        return tell
 
     def _weight_sync(self, step: int) -> None:
         with self._stage(step, "weight_sync"):

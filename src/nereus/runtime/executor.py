@@ -40,6 +40,10 @@ class Span:
         return sum(self.received.values())
 
 
+OnSpan = Callable[[Span, int, int], None]
+"""Told of every primitive that is done, how many are now, and of how many."""
+
+
 @dataclass(slots=True)
 class Owners:
     """Which device holds what, and where in memory, as far as the devices have confirmed it."""
@@ -76,8 +80,11 @@ class _Running:
 class Executor:
     """One transition. owners: brought up to date as primitives are done. clock: for the spans."""
 
-    def __init__(self, cluster: Cluster, owners: Owners, clock: Clock = time.monotonic) -> None:
-        self._cluster, self._owners, self._clock = cluster, owners, clock
+    def __init__(
+        self, cluster: Cluster, owners: Owners, clock: Clock = time.monotonic, on_span: OnSpan | None = None
+    ) -> None:
+        self._cluster, self._owners, self._clock, self._on_span = cluster, owners, clock, on_span
+        self._total = 0
         self._running: list[_Running] = []
         self._done: set[int] = set()
         self._settling: list[Call] = []
@@ -85,7 +92,7 @@ class Executor:
 
     def run(self, program: Program) -> None:
         """Execute all primitives. Raises what the cluster raises; nothing is under way then."""
-        waiting = list(program.steps)
+        waiting, self._total = list(program.steps), len(program.steps)
         while waiting or self._running:
             waiting = self._issue(waiting)
             running = self._running.pop(self._cluster.wait_any([r.call for r in self._running]))
@@ -168,6 +175,8 @@ class Executor:
         self.spans.append(
             Span(step=step, start_s=running.start_s, end_s=self._clock(), received=dict(running.received))
         )
+        if self._on_span is not None:
+            self._on_span(self.spans[-1], len(self.spans), self._total)
 
     def _settle(self, step: Step, batch: int, last: bool) -> None:
         """Not waited for: a device's next command comes after it, and what waits elsewhere needs no memory here."""

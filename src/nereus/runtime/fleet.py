@@ -29,7 +29,7 @@ from nereus.core.plan import ACTOR_GENERATION, ACTOR_TRAINING, ModelStage, Plan
 from nereus.core.sharding import Holdings, Interval, Move, MovePlan, StateSpec, plan_moves
 from nereus.runtime.checkpoint import INDEX, shards
 from nereus.runtime.cluster import Call, Cluster, WorkerDied, WorkerFailed
-from nereus.runtime.executor import Executor, Owners, Span
+from nereus.runtime.executor import Executor, OnSpan, Owners, Span
 from nereus.runtime.files import write_atomically
 from nereus.runtime.groups import GroupDirectory
 from nereus.transition.groups import Lowering
@@ -141,7 +141,11 @@ class Fleet:
         )
 
     def change(
-        self, plan: Plan, devices: Sequence[int], sources: Mapping[ModelStage, Source] | None = None
+        self,
+        plan: Plan,
+        devices: Sequence[int],
+        sources: Mapping[ModelStage, Source] | None = None,
+        on_span: OnSpan | None = None,
     ) -> Transition:
         """Go to another plan on `devices`, at a step boundary. actor/generation is only made: weight_sync must follow.
 
@@ -156,7 +160,7 @@ class Fleet:
         if added := sorted(set(devices) - set(self.pool)):
             self.cluster.start(added)
         try:
-            transition = self._run(plan, sources or {})
+            transition = self._run(plan, sources or {}, on_span)
         except (WorkerDied, WorkerFailed):
             self._broken = True
             raise
@@ -184,14 +188,14 @@ class Fleet:
         lost = {name: missing(self.specs[name], self._owners.of(name)) for name in self.specs}
         return {name: regions for name, regions in lost.items() if regions and name != ACTOR_GENERATION}
 
-    def _run(self, plan: Plan, sources: Mapping[ModelStage, Source]) -> Transition:
+    def _run(self, plan: Plan, sources: Mapping[ModelStage, Source], on_span: OnSpan | None) -> Transition:
         self._connect(plan, self.pool)
         self._locate()
         todo = self.prepare(plan, sources.keys())
         names = list(self.specs) if self._broken else [m for m in self.specs if self._changes(m, plan)]
         self._call("retire", self.pool, names).results()
         self._call("peak_bytes", self.pool).results()
-        executor = Executor(self.cluster, self._owners, self.clock)
+        executor = Executor(self.cluster, self._owners, self.clock, on_span)
         started = self.clock()
         executor.run(todo)
         seconds = self.clock() - started

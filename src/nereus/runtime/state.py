@@ -21,8 +21,7 @@ import torch
 
 from nereus.core.errors import StateError
 from nereus.core.randomness import hash_words
-from nereus.core.sharding import Holding, Interval, Move, StateSpec, TensorSpec, local_offset
-from nereus.runtime.communicator import Communicator
+from nereus.core.sharding import Holding, Interval, StateSpec, TensorSpec, local_offset
 from nereus.runtime.memory import (
     Allocator,
     Block,
@@ -241,20 +240,3 @@ def _weights(name: str, dim: int, first: int, length: int, device: torch.device)
     seed = sum(ord(c) * 31**i for i, c in enumerate(name)) % 2**61
     words = hash_words(seed, dim, np.arange(first, first + length)) | np.uint64(1)
     return torch.from_numpy(words.view(np.int64)).to(device)
-
-
-def transfer(
-    moves: Sequence[Move],
-    *,
-    me: int,
-    source: LocalState | None,
-    target: LocalState | None,
-    communicator: Communicator,
-    device: torch.device,
-    chunk_bytes: int | None = None,
-) -> int:
-    """`transport.PeerToPeer`, as a function."""
-    from nereus.runtime.transport import MESSAGE_BYTES, PeerToPeer
-
-    transport = PeerToPeer(communicator, message_bytes=chunk_bytes or MESSAGE_BYTES)
-    return transport.transfer(moves, source=source, target=target)

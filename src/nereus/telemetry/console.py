@@ -222,6 +222,8 @@ def _header(progress: Progress, now_s: float, width: int) -> list[RenderableType
     elapsed, left = describe.duration(progress.elapsed_s(now_s)), describe.duration(progress.left_s(now_s))
     times = f"{progress.num_done}/{progress.num_steps} steps  elapsed {elapsed}  left {left}"
     now = f"step {progress.stage.step}: {progress.stage.stage}" if progress.stage else ""
+    if progress.stage and progress.primitive:
+        now += f" ({progress.primitive.number} of {progress.primitive.total})"
     line = Table.grid(padding=(0, 2, 0, 0))
     bar_width = 24 if width >= WIDE else 14 if width >= NARROW else 4
     line.add_row(

@@ -111,7 +111,8 @@ def transition(event: TransitionFinished) -> str:
     devices = f"{changed}, " if (changed := _device_change(event)) else ""
     changes = "; ".join(_plan_changes(event.before, event.after)) or "nothing but the devices"
     return (
-        f"step {event.step}: {devices}plan changed in {seconds(event.seconds)} s: {changes}; "
+        f"step {event.step}: {devices}plan changed in {seconds(event.seconds)} s "
+        f"({seconds(event.predicted_seconds)} predicted): {changes}; "
         f"received {data_size(event.received_bytes)}, kept in place {data_size(event.kept_bytes)}, "
         f"{_equality(event)}"
     )

@@ -26,9 +26,10 @@ from types import TracebackType
 from typing import IO, Any, Self, get_args
 
 from nereus.core.errors import UserError
-from nereus.core.events import Event, Moved, RunStarted, StageStarted, StepFinished
+from nereus.core.events import Event, Moved, PrimitiveFinished, RunStarted, StageStarted, StepFinished
 from nereus.core.plan import Plan
 from nereus.runtime.files import write_atomically
+from nereus.telemetry.trace import TRACE
 
 JOB, EVENTS, METRICS, LOCK = "job.yaml", "events.jsonl", "metrics.jsonl", "lock"
 
@@ -90,6 +91,10 @@ class RunFolder:
         return self.path / JOB
 
     @property
+    def trace_path(self) -> Path:
+        return self.path / TRACE
+
+    @property
     def checkpoints_path(self) -> Path:
         return self.path / "checkpoints"
 
@@ -99,8 +104,8 @@ class RunFolder:
 
     def handle(self, event: Event) -> None:
         """Write the event down; when this returns, a kill of this process can no longer lose it."""
-        if isinstance(event, StageStarted):
-            return
+        if isinstance(event, StageStarted | PrimitiveFinished):
+            return  # for the trace
         if isinstance(event, RunStarted):
             self._restart_metrics(event.first_step)
         time_s = self._clock()

@@ -11,6 +11,7 @@ from nereus.core.events import (
     CheckpointWritten,
     Event,
     PlanChosen,
+    PrimitiveFinished,
     RunFinished,
     RunStarted,
     StageStarted,
@@ -34,6 +35,7 @@ class Progress:
     plan: Plan | None = None
     devices: tuple[int, ...] = ()
     stage: StageStarted | None = None
+    primitive: PrimitiveFinished | None = None
     steps: tuple[StepFinished, ...] = ()
     transitions: tuple[TransitionFinished, ...] = ()
     checkpoint: CheckpointWritten | None = None
@@ -60,7 +62,9 @@ class Progress:
             case PlanChosen():
                 return self
             case StageStarted():
-                return replace(self, stage=event)
+                return replace(self, stage=event, primitive=None)
+            case PrimitiveFinished():
+                return replace(self, primitive=event)
             case StepFinished():
                 return replace(self, steps=(*_before(self.steps, event.step), event), step_ended_s=now_s)
             case TransitionFinished():

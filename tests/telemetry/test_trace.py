@@ -1,0 +1,56 @@
+"""The trace file: what Perfetto reads, complete after every event."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from nereus.core.events import PrimitiveFinished, RunFinished, StageStarted
+from nereus.telemetry.trace import TraceFile
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """As the readers of traces do: an array that may lack its end."""
+    rows: list[dict[str, Any]] = json.loads(path.read_text().rstrip().rstrip(",") + "]")
+    return rows
+
+
+def primitive(kind: str, devices: tuple[int, ...], seconds: float) -> PrimitiveFinished:
+    received = {str(device): 100 * device for device in devices}
+    return PrimitiveFinished(
+        step=3,
+        model_stage="actor/training",
+        kind=kind,
+        devices=devices,
+        seconds=seconds,
+        received_bytes=received,
+        number=1,
+        total=2,
+    )
+
+
+def test_spans_of_stages_and_of_primitives_by_device(tmp_path: Path) -> None:
+    now = [100.0]
+    path = tmp_path / "trace.json"
+    with TraceFile(path, lambda: now[0]) as trace:
+        trace.handle(StageStarted(step=3, stage="transition"))
+        now[0] = 101.0
+        trace.handle(primitive("reshard", (1, 2), 0.75))
+        assert [row["name"] for row in read(path)][-1] == "reshard actor/training"  # before the file is closed
+        trace.handle(StageStarted(step=3, stage="generation"))
+        now[0] = 103.5
+        trace.handle(RunFinished(summary={}, interrupted=False))
+    with TraceFile(path, lambda: now[0]) as trace:  # a resume goes on with the same file
+        trace.handle(primitive("destroy", (0,), 0.0))
+    spans = {(row["name"], row["tid"]): row for row in read(path) if row["ph"] == "X"}
+    assert spans["reshard actor/training", 1]["ts"] == 100_250_000
+    assert spans["reshard actor/training", 2]["dur"] == 750_000
+    assert spans["reshard actor/training", 2]["args"] == {
+        "devices": [1, 2],
+        "received_bytes": 300,
+        "received_here_bytes": 200,
+    }
+    assert (spans["transition", 0]["ts"], spans["transition", 0]["dur"]) == (100_000_000, 1_000_000)
+    assert (spans["generation", 0]["ts"], spans["generation", 0]["dur"]) == (101_000_000, 2_500_000)
+    assert spans["destroy actor/training", 0]["dur"] >= 1

@@ -23,7 +23,8 @@ import numpy as np
 from nereus.transition.dag import TransitionDag
 
 TICK_S = 1e-6
-MIB = 2**20
+GRAINS = 2**20
+"""What the solvers divide a GPU's memory into."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +54,10 @@ class Instance:
     def pairs(self) -> list[tuple[Activity, Activity]]:
         """Activities that share a GPU, in the order of issue."""
         return [(a, b) for a, b in combinations(self.activities, 2) if a.gpus & b.gpus]
+
+    @property
+    def grain_bytes(self) -> float:
+        return self.usable_bytes / GRAINS
 
     def tight_gpus(self) -> list[int]:
         """GPUs on which the order matters for memory."""
@@ -171,17 +176,18 @@ def solve_with_scip(instance: Instance, horizon_s: float, limit_s: float) -> Bou
         before[a.number, b.number], before[b.number, a.number] = first, 1 - first
         model.addCons(starts[b.number] >= starts[a.number] + a.seconds - horizon_s * (1 - first))
         model.addCons(starts[a.number] >= starts[b.number] + b.seconds - horizon_s * first)
+    grain = instance.grain_bytes
     for gpu in instance.tight_gpus():
         here = [a for a in instance.activities if gpu in a.gpus]
         for a in (a for a in here if a.take_bytes[gpu] > 0):
             room = instance.usable_bytes - instance.held_bytes[gpu] - a.take_bytes[gpu]
             model.addCons(
                 quicksum(
-                    before[b.number, a.number] * ((b.take_bytes[gpu] - b.free_bytes[gpu]) / MIB)
+                    before[b.number, a.number] * ((b.take_bytes[gpu] - b.free_bytes[gpu]) / grain)
                     for b in here
                     if b is not a
                 )
-                <= room / MIB + 1e-6
+                <= room / grain + 1e-6
             )
     model.setObjective(end, "minimize")
     began = time.perf_counter()
@@ -207,12 +213,13 @@ def solve_with_cp_sat(instance: Instance, horizon_s: float, limit_s: float) -> B
             model.add(starts[a.number] >= starts[earlier] + length[earlier])
     for gpu in instance.held_bytes:
         model.add_no_overlap([intervals[a.number] for a in instance.activities if gpu in a.gpus])
+    grain = instance.grain_bytes
     for gpu in instance.tight_gpus():
         here = [a for a in instance.activities if gpu in a.gpus]
         times = [starts[a.number] for a in here] + [starts[a.number] + length[a.number] for a in here]
-        takes = [int(a.take_bytes[gpu] // MIB) for a in here]
-        frees = [-int(-(-a.free_bytes[gpu] // MIB)) for a in here]
-        room = int((instance.usable_bytes - instance.held_bytes[gpu]) // MIB) + 1
+        takes = [int(a.take_bytes[gpu] // grain) for a in here]
+        frees = [-int(-(-a.free_bytes[gpu] // grain)) for a in here]
+        room = int((instance.usable_bytes - instance.held_bytes[gpu]) // grain) + 1
         model.add_reservoir_constraint(times, takes + frees, -(2**40), room)
     model.minimize(end)
     solver = cp_model.CpSolver()

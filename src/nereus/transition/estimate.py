@@ -66,15 +66,15 @@ def direct_flows(profile: StateProfile, old: Grid, new: Grid, shards: Shards, no
     if not len(pair):
         return Flows.none()
     target, has = target[pair, unit], common.has[pair]
-    amount, turn = common.lacking[common.wants[pair], has], unit + common.turn[pair]
-    source = old.gpus[_replicas(old, new, turn, has, target, node_of, staying), has]
+    amount = common.lacking[common.wants[pair], has]
+    source = old.gpus[_replicas(old, new, has, target, node_of, staying), has]
     total = np.bincount(target, amount, len(node_of))[target]
     exact = amount * shards.received_bytes[target] / total  # the reader's own copies of shared regions are not sent
     return Flows(source=source, target=target, num_bytes=exact)
 
 
-def _replicas(old: Grid, new: Grid, turn: Ints, has: Ints, target: Ints, node_of: Ints, staying: bool) -> Ints:
-    """[f] the old unit that is read: those on the reader's node in turn, else all. turn, has, target: [f]."""
+def _replicas(old: Grid, new: Grid, has: Ints, target: Ints, node_of: Ints, staying: bool) -> Ints:
+    """[f] the old unit that is read: those on the reader's node in turn, else all. has, target: [f]."""
     units = np.arange(len(old.gpus))
     if staying:
         kept = np.flatnonzero((new.position[old.gpus] >= 0).any(1))
@@ -87,7 +87,8 @@ def _replicas(old: Grid, new: Grid, turn: Ints, has: Ints, target: Ints, node_of
     wanted = node_of[target] * positions + has
     first, near = (np.cumsum(count) - count)[wanted], count[wanted]
     far = near == 0
-    pick = by_place[np.minimum(first + turn % np.maximum(near, 1), len(by_place) - 1)] // positions
+    turn = ordinals(wanted) % np.maximum(near, 1)
+    pick = by_place[np.minimum(first + turn, len(by_place) - 1)] // positions
     pick[far] = ordinals(has[far]) % len(units)
     return np.asarray(units[pick])
 

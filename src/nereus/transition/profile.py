@@ -34,8 +34,7 @@ class Common:
     held: both have it. adopted: the part of it in tensors of which both have the very same intervals: such a tensor goes
     over to the new unit as it is, without a copy. lacking[:, j]: what old position j is the first to have of it; rows
     add up to the bytes of the new position.
-    wants, has, turn: [pairs] the pairs of positions for which `lacking` is not zero, and how many earlier pairs have the
-    same old position.
+    wants, has: [pairs] the pairs of positions for which `lacking` is not zero.
     """
 
     held: Floats
@@ -43,7 +42,6 @@ class Common:
     lacking: Floats
     wants: Ints
     has: Ints
-    turn: Ints
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,7 +115,6 @@ class StateProfile:
             lacking=first_to_have,
             wants=wants,
             has=has,
-            turn=ordinals(has),
         )
 
     def _slots(self, pp: int) -> Floats:
@@ -163,10 +160,10 @@ def _overlaps(cut: Cut | None, length: int, new: int, old: int) -> tuple[Floats,
 
 
 def ordinals(keys: Ints) -> Ints:
-    """[n]: how many of the earlier ones are equal. keys: small numbers."""
+    """[n]: how many of the earlier ones are equal. keys: not negative."""
     count = np.bincount(keys)
     found = np.empty_like(keys)
-    order = np.argsort(keys.astype(np.uint16), kind="stable")
+    order = np.argsort(keys.astype(np.uint16) if len(count) < 2**16 else keys, kind="stable")  # 16 bits: radix sort
     found[order] = np.arange(len(keys)) - np.repeat(np.cumsum(count) - count, count)
     return found
 

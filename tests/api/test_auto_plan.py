@@ -14,6 +14,7 @@ from nereus.api import jobs
 from nereus.api.job_file import load_job
 from nereus.api.jobs import AutoPlanner, scenario_of
 from nereus.api.machine import cpu_host, rounded, rounded_down
+from nereus.api.scenario import describe
 from nereus.cli.main import main
 from nereus.core.events import PlanChosen
 from nereus.core.inventory import CpuHost
@@ -53,6 +54,15 @@ def test_a_run_starts_with_the_plan_that_nereus_plan_prints(
 
 def _cut(p: Any) -> tuple[Any, ...]:
     return p.model_stage, p.layout, p.dp, p.micro_batch, p.recompute
+
+
+def test_a_job_is_not_planned_as_if_its_engine_had_cuda_graphs(host: None, write_job: WriteJob) -> None:
+    job = load_job(write_job())
+    for device in ("H200", "cpu"):
+        calibration = scenario_of(job, device=device, gpus=2).cost.calibration
+        assert calibration.efficiency("decode_launch") == pytest.approx(0.5)
+        assert calibration.efficiency("decode_message") == pytest.approx(calibration.efficiency("message/intra"))
+    assert describe().cost.calibration.efficiency("decode_launch") > 1
 
 
 def test_a_run_says_in_one_line_what_was_chosen(

@@ -91,6 +91,49 @@ def test_remax_generates_once_more_for_each_prompt() -> None:
     assert remax == pytest.approx(1.5 * alone, rel=0.05)
 
 
+@pytest.mark.parametrize("prompts", [3, 48, 1000, 1536, 5120])
+@pytest.mark.parametrize("algorithm", ["grpo", "remax"])
+def test_a_unit_of_any_batch_may_generate_in_one_wave(prompts: int, algorithm: str) -> None:
+    table = model(replace(LOAD, prompts=prompts, mini_batches=1), algorithm=algorithm).table(
+        ACTOR_GENERATION, max_gpus=32
+    )
+    sequences = prompts * (2 if algorithm == "remax" else 1)
+    for dp in np.unique(table.dp):
+        sizes = np.unique(table.micro_batch[table.dp == dp])
+        rows = sequences / dp
+        assert (sizes >= rows).sum() == 1, "a size that holds all rows, and none that holds more"
+
+
+@pytest.mark.parametrize(
+    ("name", "gpu", "tp", "batch", "prompt", "published_ms"),
+    [
+        ("Llama-3.1-8B", "H100", 1, 1, 128, 7.37),  # SGLang, sgl-project/sglang#1008
+        ("Llama-3.1-8B", "H100", 1, 128, 128, 11.84),
+        ("Llama-3.1-8B", "H100", 8, 1, 128, 3.35),
+        ("Llama-3.1-8B", "H200", 1, 8, 32, 6.51),  # vLLM, performance-benchmark build 9515: 833 ms for 128 tokens
+        ("Llama-3.1-70B", "H200", 4, 8, 32, 16.2),
+        ("Llama-3.1-8B", "A100-40GB", 1, 1, 1024, 13.3),  # vLLM, johnmusgrave.com: 75 tokens a second
+    ],
+)
+def test_priors_decode_about_as_fast_as_engines_do(
+    name: str, gpu: str, tp: int, batch: int, prompt: int, published_ms: float
+) -> None:
+    shape, tokens = ModelShape.named(name), 128
+    load = Workload(prompts=batch, prompt_length=prompt, response_length=tokens, response_max=tokens)
+    cost = CostModel({"actor": shape, "reference": shape}, cluster_of(gpu, 8), load, "grpo", False)
+    candidate = Candidate(model_stage=ACTOR_GENERATION, layout=Layout(tp, 1), dp=1, micro_batch=batch)
+    seconds = cost.estimate(candidate)["generation"].seconds
+    assert seconds / tokens * 1e3 == pytest.approx(published_ms, rel=0.3)
+
+
+def test_the_loss_holds_its_logits_in_the_precision_of_the_job_and_twice_in_float32() -> None:
+    candidate = Candidate(model_stage=ACTOR_TRAINING, layout=Layout(1, 1), dp=1, micro_batch=1)
+    for dtype, bytes_each in (("bfloat16", 10), ("float32", 12)):
+        logits = model(replace(LOAD, dtype=dtype)).memory(candidate)["logits"]
+        scale = Calibration().memory_scale("logits")
+        assert logits == pytest.approx(LOAD.longest_response * SHAPE.vocab * bytes_each * scale)
+
+
 def test_longer_takes_longer_and_needs_more() -> None:
     found = []
     for factor in (1, 2, 4):

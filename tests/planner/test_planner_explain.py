@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from planner_cases import random_problem, table
 from rich.console import Console
@@ -17,6 +18,8 @@ from nereus.planner.choice import PlanChoice, choose, holding
 from nereus.planner.explain import explain
 from nereus.planner.problem import GpuPool, Problem
 from nereus.planner.search import solve
+
+COLUMNS = ("tp", "pp", "dp", "micro_batch", "recompute", "gpus", "resident_bytes", "weight_sync_seconds")
 
 
 def two_choices(resident: float, gpus: int = 2) -> Problem:
@@ -61,6 +64,30 @@ def test_binding_names_memory_only_where_memory_binds() -> None:
     assert "memory" in tight.values()
     # one GPU is all there is, and the fastest candidates that it can run are chosen
     assert {r.binding for r in explain(chosen(two_choices(0.4, gpus=1))).reasons} == {"nothing"}
+
+
+def test_what_does_not_fit_alone_saves_nothing() -> None:
+    problem = two_choices(0.4)
+    rows = problem.tables[ACTOR_TRAINING]
+    fast = {name: np.append(values, values.min() / 100) for name, values in rows.seconds.items()}
+    columns = {name: np.append(getattr(rows, name), getattr(rows, name)[-1]) for name in COLUMNS}
+    grown = replace(rows, seconds=fast, **columns | {"working_bytes": np.append(rows.working_bytes, 10.0)})
+    choice = chosen(replace(problem, tables=problem.tables | {ACTOR_TRAINING: grown}))
+    (training,) = (r for r in explain(choice).reasons if r.model_stage == ACTOR_TRAINING)
+    assert (training.binding, training.faster_s) == ("nothing", 0)
+
+
+def test_where_no_dp_uses_one_more_node_the_next_pool_is_asked() -> None:
+    scenario = describe("Llama-3.1-8B", gpus=64)  # 1,024 sequences: nothing runs on 65 to 127 GPUs
+    choice = scenario.choose(k=1)
+    told = scenario.explain(choice)
+    assert told.one_more_node is None and told.larger is not None
+    assert told.larger.problem.pool.size == 128
+    best = scenario.at(gpus=128).choose(k=1).best
+    assert told.saved_s == pytest.approx(choice.best.step_latency_s - best.step_latency_s)
+    assert told.saved_s > 0
+    even = describe("Llama-3.1-8B", gpus=64, prompts=9 * 128)  # dp 9 fills 72
+    assert even.explain(even.choose(k=1)).one_more_node is not None
 
 
 def test_one_more_node_gives_what_a_larger_pool_gives() -> None:

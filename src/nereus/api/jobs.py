@@ -7,7 +7,7 @@ from functools import cached_property
 from pathlib import Path
 
 from nereus.api.machine import cache_folder, device_of, device_type_of
-from nereus.api.scenario import ENGINE_STATE, Recompute, Scenario, shape_of
+from nereus.api.scenario import ENGINE_STATE, Recompute, Scenario, engine_priors, shape_of
 from nereus.core.errors import PlanError, UserError
 from nereus.core.events import PlanChosen
 from nereus.core.inventory import CpuHost, DeviceKind, device_kind
@@ -34,7 +34,7 @@ def scenario_of(
     recompute: Recompute = "auto",
     calibration: Calibration | None = None,
 ) -> Scenario:
-    """What to plan for a job, which this package's engine runs: float32, on one machine's devices.
+    """What to plan for a job, which this package's engine runs: float32, without CUDA graphs, on one machine's devices.
 
     device: that of this machine, if not given. gpus: the job's. prompt_length: that of the task's first prompts.
     response_length: mean, a third of max_new_tokens if not given. Raises UserError.
@@ -53,6 +53,8 @@ def scenario_of(
         mini_batches=job.batch.mini_batches,
         **ENGINE_STATE,
     )
+    if calibration is None and not isinstance(kind, CpuHost):
+        calibration = engine_priors()
     own_memory = device is None and job.cluster.memory_gib is not None
     return Scenario(
         name=job.name,

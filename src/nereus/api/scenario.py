@@ -24,7 +24,7 @@ from nereus.core.inventory import ClusterShape, CpuHost, DeviceKind, cluster_of,
 from nereus.core.plan import ACTOR_TRAINING, Model, ModelStage, Placement, Plan
 from nereus.core.shapes import ModelShape
 from nereus.core.workload import Workload
-from nereus.cost.calibration import Calibration
+from nereus.cost.calibration import EAGER_DECODING, Calibration
 from nereus.cost.model import Candidate, CandidateTable, CostModel, TaskEstimate, divisors
 from nereus.planner.choice import PlanChoice, PlannedPlan, choose
 from nereus.planner.explain import Explanation, explain
@@ -146,7 +146,7 @@ class Scenario:
         """The cost model behind all answers."""
         calibration = self.calibration
         if calibration is None and isinstance(self.device, CpuHost):
-            calibration = host_priors(self.device.share(self.gpus))
+            calibration = engine_priors(self.device.share(self.gpus))
         return CostModel(self.shapes, self.cluster, self.workload, self.algorithm, self.reward_model, calibration)
 
     @property
@@ -193,8 +193,9 @@ class Scenario:
         )
 
     def explain(self, choice: PlanChoice) -> Explanation:
-        """Why the best plan of a choice is what it is, and what one more node would give."""
-        return explain(choice, self._tables(self.gpus + self.cluster.gpus_per_node))
+        """Why the best plan of a choice is what it is, and what one more node would give, or the next pool that helps."""
+        larger = max(2 * self.gpus, self.gpus + self.cluster.gpus_per_node)
+        return explain(choice, self._tables(larger))
 
     def sweep(
         self, *, response_lengths: Sequence[float] | None = None, gpus: Sequence[int] | None = None
@@ -281,11 +282,15 @@ def _peak_bytes(plan: Plan, rows: Mapping[ModelStage, CandidateTable]) -> dict[i
     return peaks
 
 
-def host_priors(share: float) -> Calibration:
-    """On a CPU what issues the operations is the device itself: that too gets only its share of a core."""
-    priors = Calibration()
-    names = ("launch", "decode_launch")
-    return replace(priors, log_cost={name: -math.log(priors.efficiency(name) * share) for name in names})
+def engine_priors(share: float = 1.0) -> Calibration:
+    """Of this package's engine, which decodes without CUDA graphs.
+
+    share: that a device has of a CPU core. There it issues its operations itself, and for that too has only its share.
+    """
+    found = {"launch": Calibration().efficiency("launch"), **EAGER_DECODING}
+    return Calibration(
+        log_cost={name: -math.log(value * (share if "launch" in name else 1.0)) for name, value in found.items()}
+    )
 
 
 def describe(

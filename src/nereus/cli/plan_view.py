@@ -193,15 +193,17 @@ def _number(value: float) -> str:
 
 
 def more_line(choice: PlanChoice, explanation: Explanation) -> Text:
-    """What one more node would give."""
-    more = explanation.one_more_node
+    """What one more node would give, or the next pool that helps."""
+    one_more, larger = explanation.one_more_node, explanation.larger
+    more = one_more or larger
     if more is None:
         return Text("one more node would make no plan faster")
     share = explanation.saved_s / choice.best.step_latency_s
-    return Text(
-        f"one more node ({more.problem.pool.size} GPUs): step {seconds(more.step_latency_s)}, "
-        f"{seconds(explanation.saved_s)} less ({share:.1%})"
-    )
+    step = f"step {seconds(more.step_latency_s)}, {seconds(explanation.saved_s)} less ({share:.1%})"
+    gpus = more.problem.pool.size
+    if one_more:
+        return Text(f"one more node ({gpus} GPUs): {step}")
+    return Text(f"one more node would make no plan faster, as dp must divide the batch; with {gpus} GPUs: {step}")
 
 
 def sweep_view(points: Sequence[SweepPoint]) -> RenderableType:

@@ -17,8 +17,6 @@ from nereus.cost.work import stage_params
 
 RESIDENT_KINDS = ("parameters", "optimizer")
 WORKING_KINDS = ("gradients", "activations", "boundaries", "logits", "kv_cache", "workspace")
-LOGIT_BYTES = 10
-"""Per logit at the peak of the loss: 16-bit logits, float32 copy, float32 gradient of it."""
 WORKSPACE_BYTES = 1.5 * 2**30
 """CUDA context, NCCL buffers, cuBLAS workspaces of one process; measured peaks correct it."""
 
@@ -74,6 +72,11 @@ def fullest(first: Footprint, last: Footprint) -> Footprint:
     ours, theirs = first.kinds(), last.kinds()
     elsewhere = np.where(wins, last.resident, first.resident)
     return Footprint(**{name: np.where(wins, ours[name], theirs[name]) for name in ours}, elsewhere=elsewhere)
+
+
+def logit_bytes(element_bytes: float) -> float:
+    """Per logit at the peak of the loss: the logit as computed, its float32 log-probability, the float32 gradient of it."""
+    return element_bytes + 8
 
 
 def layer_activation_bytes(
@@ -148,7 +151,7 @@ def training_ends(
             gradients=params * gradient_bytes,
             activations=tokens * (in_flight * layers * kept + once),
             boundaries=tokens * in_flight * kept_input,
-            logits=logit_tokens * outputs * LOGIT_BYTES if head else 0.0,
+            logits=logit_tokens * outputs * logit_bytes(element_bytes) if head else 0.0,
             workspace=workspace_bytes,
         )
 
@@ -185,7 +188,7 @@ def forward_ends(
             parameters=params * parameter_bytes,
             optimizer=0.0,
             activations=tokens * per_layer,
-            logits=logit_tokens * outputs * LOGIT_BYTES if head else 0.0,
+            logits=logit_tokens * outputs * logit_bytes(element_bytes) if head else 0.0,
             kv_cache=layers * kv_layer,
             workspace=workspace_bytes,
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -26,7 +27,7 @@ from nereus.cost.work import CLASSES, Array, Machine
 TP_DEGREES = (1, 2, 4, 8)
 PP_DEGREES = (1, 2, 4, 8, 16, 32, 64)
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64)
-GENERATION_BATCHES = (8, 16, 32, 64, 128, 256, 512, 1024)
+LEAST_GENERATION_BATCH = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,7 +158,8 @@ class CostModel:
         (`cost.compiled`, `updated`).
 
         tp defaults to the powers of two within a node that divide the heads, pp to powers of two up to the layers, dp to
-        the divisors of the batch. A generation micro-batch need not divide: it is the most rows that run together.
+        the divisors of the batch. A generation micro-batch need not divide: it is the most rows that run together. Powers of
+        two by default, the largest of which holds all rows of a unit.
         Recomputation is a choice in training only.
         """
         axes = self._axes(model_stage, max_gpus, tp, pp, dp, micro_batches, recompute)
@@ -195,12 +197,12 @@ class CostModel:
         """(tp, pp, dp, micro-batch, recompute) degrees to combine."""
         shape, stage = self.shapes[model_stage.model], model_stage.stage
         batch = self._batch(model_stage)
-        sizes = micro_batches or (GENERATION_BATCHES if stage == "generation" else MICRO_BATCHES)
+        usual = self._generation_batches if stage == "generation" else MICRO_BATCHES
         return (
             tuple(t for t in tp or TP_DEGREES if shape.num_heads % t == 0 and t <= self.cluster.gpus_per_node),
             tuple(p for p in pp or PP_DEGREES if p <= shape.num_layers),
             tuple(d for d in dp or divisors(batch) if batch % d == 0),
-            tuple(sizes),
+            tuple(sorted(micro_batches or usual)),
             tuple(int(r) for r in recompute) if stage == "training" else (0,),
         )
 
@@ -208,9 +210,11 @@ class CostModel:
         units = [(t, p, d) for t, p, d in product(*axes[:3]) if t * p * d <= max_gpus]
         tp, pp, dp = np.array(units, dtype=np.int64).reshape(-1, 3).T[:, :, None, None]
         size, recompute = np.array(axes[3])[:, None], np.array(axes[4])
-        per_unit = self._batch(model_stage) // dp
-        generating = model_stage.stage == "generation"
-        possible = (size <= per_unit) | (size == min(axes[3])) if generating else per_unit % size == 0
+        if model_stage.stage == "generation":
+            smaller = np.array([0, *axes[3][:-1]])[:, None]
+            possible = smaller < self._generated / dp  # while some of the rows would have to wait for the next wave
+        else:
+            possible = self._batch(model_stage) // dp % size == 0
         shape = (len(units), len(axes[3]), len(axes[4]))
         rows = np.flatnonzero(np.broadcast_to(possible, shape))
         cut = Cut(tp=tp, pp=pp, dp=dp, micro_batch=size, recompute=recompute)
@@ -257,6 +261,18 @@ class CostModel:
     def _batch(self, model_stage: ModelStage) -> int:
         """What dp must divide: the sequences of an update, or of a step. ReMax's greedy ones no one trains on."""
         return self.workload.mini_batch if model_stage.stage == "training" else self.workload.sequences
+
+    @property
+    def _generated(self) -> int:
+        """Sequences that a step generates."""
+        return self._task_work(ACTOR_GENERATION).sequences
+
+    @property
+    def _generation_batches(self) -> tuple[int, ...]:
+        """Powers of two, the last of which holds all that a step generates."""
+        least = LEAST_GENERATION_BATCH
+        doublings = max(0, math.ceil(math.log2(self._generated / least)))
+        return tuple(least << i for i in range(doublings + 1))
 
     @cached_property
     def _static(self) -> tuple[Any, ...]:

@@ -19,7 +19,7 @@ from nereus.core.plan import split_evenly
 from nereus.core.shapes import ModelShape
 from nereus.cost import work as w
 from nereus.cost.calibration import MEMORY_KINDS
-from nereus.cost.memory import LOGIT_BYTES, WORKSPACE_BYTES, layer_activation_bytes
+from nereus.cost.memory import WORKSPACE_BYTES, layer_activation_bytes, logit_bytes
 from nereus.cost.training import PassSetting, micro_batch_pass, update
 from nereus.cost.work import Array, Machine
 
@@ -251,7 +251,7 @@ def step_memory(run: TrainingRun) -> Array:
             "gradients": params * (4 if run.float32_gradients else 2) / sharded,
             "activations": tokens * (in_flight * layers[stage] * per_layer + run.recompute * kept),
             "boundaries": tokens * in_flight * inputs,
-            "logits": is_last * tokens * shape.vocab / tp * LOGIT_BYTES,
+            "logits": is_last * tokens * shape.vocab / tp * logit_bytes(2),
             "workspace": WORKSPACE_BYTES,
         }
         found[end] = [kinds.get(kind, 0.0) for kind in MEMORY_KINDS]

@@ -220,7 +220,8 @@ class TaskWork:
     def decode(self, tp: Any, rows: Any, lengths: Lengths) -> tuple[Work, Work]:
         """All decode steps of a sub-batch of `rows`: (one layer, the head).
 
-        A step streams weights or computes, whichever takes longer; it reads the keys and values of the rows still going.
+        A step streams weights or computes, whichever takes longer; it reads the keys and values of the rows still going. Its
+        launches and sums have classes of their own: engines replay them from CUDA graphs (`cost.calibration.PRIORS`).
         """
         shape, machine, steps = self.shape, self.machine, lengths.steps
         active = np.maximum(1.0, np.asarray(rows, dtype=float)[..., None] * lengths.going)  # [..., K]
@@ -237,12 +238,21 @@ class TaskWork:
         kept = (active * (lengths.prompt + lengths.times)).mean(-1)
         layer[w.ATTENTION_DECODE] = steps * 2 * kv_width * element / bandwidth * kept
         layer[w.DECODE_LAUNCH] = steps * w.LAYER_LAUNCH_S
-        w.add_all_reduce(layer, machine, mean_active * shape.hidden * element, group=tp, stride=1.0, times=2 * steps)
+        w.add_all_reduce(
+            layer,
+            machine,
+            mean_active * shape.hidden * element,
+            group=tp,
+            stride=1.0,
+            times=2 * steps,
+            message=w.DECODE_MESSAGE,
+        )
         outputs = shape.head_width / tp
         head[w.WEIGHTS] = steps * shape.hidden * outputs * element / bandwidth
         head[w.GEMM] = steps * 2 * shape.hidden * outputs / machine.flops * mean_active
         # sampling: softmax and cumulative sum over float32 logits, about eight passes, whole on each rank
         head[w.LOGITS] = steps * 8 * 4 * shape.head_width / bandwidth * mean_active
+        head[w.DECODE_ROWS] = steps * w.DECODE_ROW_S * mean_active
         return layer, head
 
     def weight_sync(self, cut: Cut) -> Work:

@@ -13,7 +13,9 @@ micro-batches) is written once and serves both work and seconds.
     elementwise        norms, residuals, activations, rotations, bytes
     logits             softmax and loss over the head's outputs, or sampling from them, bytes
     optimizer          AdamW on local shards, bytes
-    launch             what the host takes to issue a layer's kernels; decode_launch, for one new token
+    launch             what the host takes to issue a layer's kernels
+    decode_launch      the least that a layer takes for one new token, however little there is to read and compute
+    decode_rows        what the host takes for one new token of one row: scheduling, inputs, taking samples in
     launch/nodes       the same, times log2 of the nodes: the slowest of more hosts is waited for
     launch/tp          the same, times tp, in runs whose collectives are known to be slow (`cost.runs`)
     all_reduce/*       sums over tp inside layers
@@ -21,7 +23,7 @@ micro-batches) is written once and serves both work and seconds.
     gradient_message   the fixed price of gradients: a ring of dp for every weight matrix or bucket of them;
                        gradient_message/slow, what comes on top in those same runs without ZeRO
     send_recv/*        between pp_stages, and weights to generation
-    message/*          the fixed price of a message on a link
+    message/*          the fixed price of a message on a link; decode_message, of a sum inside a layer for one new token
 
 Kernels run while the host issues the next ones, so a task takes about the longer of the two; gradients are summed beside the
 last backward pass or after it; the optimizer comes last: `joined`.
@@ -68,6 +70,8 @@ CLASSES: tuple[str, ...] = (
     "send_recv/inter",
     "message/intra",
     "message/inter",
+    "decode_message",
+    "decode_rows",
 )
 INDEX = {name: i for i, name in enumerate(CLASSES)}
 (
@@ -96,9 +100,11 @@ INDEX = {name: i for i, name in enumerate(CLASSES)}
     SEND_INTER,
     MESSAGE_INTRA,
     MESSAGE_INTER,
+    DECODE_MESSAGE,
+    DECODE_ROWS,
 ) = range(len(CLASSES))
 
-_HOST = (LAUNCH, DECODE_LAUNCH, LAUNCH_NODES, LAUNCH_TP)
+_HOST = (LAUNCH, DECODE_LAUNCH, DECODE_ROWS, LAUNCH_NODES, LAUNCH_TP)
 _GRADIENTS = (GRADIENT_INTRA, GRADIENT_INTER, SHARD_INTRA, SHARD_INTER, GRADIENT_MESSAGE, GRADIENT_MESSAGE_SLOW)
 _AFTER = (OPTIMIZER,)
 PART = np.select([np.isin(np.arange(len(CLASSES)), part) for part in (_HOST, _GRADIENTS, _AFTER)], [1, 2, 3])
@@ -112,6 +118,9 @@ tables improve up to 4 and hardly change beyond."""
 MATRICES_A_LAYER = 9
 LAYER_LAUNCH_S = 150e-6
 """Nominal host time of one layer's forward: about 20 kernels at 5-10 us each from eager PyTorch."""
+DECODE_ROW_S = 30e-6
+"""Nominal host time of one row in one step of decoding. vLLM left its GPU idle for 5-13 ms a step (vllm-project/vllm#6854),
+with up to 256 rows, its usual limit: 20-50 us."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -283,6 +292,7 @@ def add_all_reduce(
     times: Any,
     intra: int = ALL_REDUCE_INTRA,
     inter: int = ALL_REDUCE_INTER,
+    message: int = MESSAGE_INTRA,
 ) -> None:
     """Add `times` ring all-reduces over `group` ranks that lie `stride` apart, in place.
 
@@ -298,7 +308,7 @@ def add_all_reduce(
     work[intra] += np.where(crosses, 0.0, volume / machine.intra_bytes_s)
     # small messages go up and down a tree; starting it takes about as long as four hops (vidur and vTrain tables: 1 MB takes
     # 30-60 us whatever the number of GPUs in a node)
-    work[MESSAGE_INTRA] += times * np.where(members > 1, 4 + 2 * np.log2(members), 0.0) * machine.intra_latency_s
+    work[message] += times * np.where(members > 1, 4 + 2 * np.log2(members), 0.0) * machine.intra_latency_s
     if not crosses.any():
         return
     work[inter] += np.where(crosses, volume / across, 0.0)

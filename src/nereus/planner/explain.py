@@ -43,7 +43,7 @@ class ModelStageReason:
     binding: what stands against the fastest candidate of this model-stage, all others as they are. "nothing": it is the
     one chosen. "memory": it does not fit beside what else is on its GPUs. "gpus": it needs GPUs that others use at the same
     time. "the other model-stages": it would fit, but they would be slower for it, or the step is no faster.
-    faster_s: seconds that this candidate would save the model-stage.
+    faster_s: seconds that this candidate would save the model-stage. All are such that fit alone on their GPUs.
     """
 
     model_stage: ModelStage
@@ -54,14 +54,19 @@ class ModelStageReason:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation:
-    """reasons: in the order of the graph. one_more_node: the best plan if the pool had it; None if none is better."""
+    """reasons: in the order of the graph. one_more_node: the best plan if the pool had it; None if none is better.
+
+    larger: where none is, the best plan of the next pool that some candidate fills, as dp must divide the batch; None if
+    that is no better either. saved_s: of the step by one of the two.
+    """
 
     reasons: tuple[ModelStageReason, ...]
     one_more_node: PlannedPlan | None
+    larger: PlannedPlan | None
     saved_s: float
 
     def to_json(self) -> dict[str, Any]:
-        more = self.one_more_node
+        more, larger = self.one_more_node, self.larger
         return {
             "model_stages": {
                 str(r.model_stage): {
@@ -72,24 +77,43 @@ class Explanation:
                 for r in self.reasons
             },
             "one_more_node": None if more is None else {"saved_s": self.saved_s, **more.to_json()},
+            "larger": None if larger is None else {"saved_s": self.saved_s, **larger.to_json()},
         }
 
 
 def explain(choice: PlanChoice, larger: Mapping[ModelStage, CandidateTable] | None = None) -> Explanation:
     """Why the best plan of a choice is what it is.
 
-    larger: tables with candidates up to one node more than the pool; without them the choice's own are used.
+    larger: tables with candidates up to a larger pool, one node more than it has or, better, twice its GPUs; without them
+    the choice's own are used.
     """
     problem, best = choice.problem, choice.best
     reasons = tuple(_reason(problem, best.selection, m) for m in problem.model_stages)
-    grown = replace(problem, pool=problem.pool.with_nodes(1), tables=larger or problem.tables)
+    tables = larger or problem.tables
+    one_more = _with_nodes(choice, tables, 1)
+    nodes = 0 if one_more else _nodes_to_next(problem, tables)
+    several = _with_nodes(choice, tables, nodes) if nodes > 1 else None
+    found = one_more or several
+    saved = best.step_latency_s - found.step_latency_s if found else 0.0
+    return Explanation(reasons=reasons, one_more_node=one_more, larger=several, saved_s=saved)
+
+
+def _with_nodes(choice: PlanChoice, tables: Mapping[ModelStage, CandidateTable], num_nodes: int) -> PlannedPlan | None:
+    """The best plan of a pool with so many nodes more, where it is better."""
+    best = choice.best
+    grown = replace(choice.problem, pool=choice.problem.pool.with_nodes(num_nodes), tables=tables)
     found = solve(grown, 1)
-    more = None
-    if found and found[0].objective_s < best.objective_s * (1 - 1e-9):
-        f = found[0]
-        more = PlannedPlan(problem=grown, selection=f.selection, objective_s=f.objective_s, current=best.plan)
-    saved = best.step_latency_s - more.step_latency_s if more else 0.0
-    return Explanation(reasons=reasons, one_more_node=more, saved_s=saved)
+    if not found or found[0].objective_s >= best.objective_s * (1 - 1e-9):
+        return None
+    f = found[0]
+    return PlannedPlan(problem=grown, selection=f.selection, objective_s=f.objective_s, current=best.plan)
+
+
+def _nodes_to_next(problem: Problem, tables: Mapping[ModelStage, CandidateTable]) -> int:
+    """How many nodes more the smallest candidate needs that is too large for the pool; 0 if none is."""
+    size, per_node = problem.pool.size, problem.pool.gpus_per_node
+    beyond = [int(gpus.min()) for table in tables.values() if len(gpus := table.gpus[table.gpus > size])]
+    return -(-(min(beyond) - size) // per_node) if beyond else 0
 
 
 def staircase(problem: Problem, model_stage: ModelStage, chosen: int) -> tuple[FrontierPoint, ...]:
@@ -125,8 +149,7 @@ def _seconds(problem: Problem, f: Frontier) -> Floats:
 
 
 def _reason(problem: Problem, selection: Selection, model_stage: ModelStage) -> ModelStageReason:
-    roomy = replace(problem, capacity_bytes=float("inf"))
-    f = fitting(roomy, model_stage)
+    f = fitting(problem, model_stage)
     seconds = _seconds(problem, f)
     chosen = selection[model_stage].row
     mine = float(seconds[f.rows == chosen][0])

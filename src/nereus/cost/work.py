@@ -14,10 +14,10 @@ micro-batches) is written once and serves both work and seconds.
     logits             softmax and loss over the head's outputs, or sampling from them, bytes
     optimizer          AdamW on local shards, bytes
     launch             what the host takes to issue a layer's kernels
-    decode_launch      the least that a layer takes for one new token, however little there is to read and compute
-    decode_rows        what the host takes for one new token of one row: scheduling, inputs, taking samples in
     launch/nodes       the same, times log2 of the nodes: the slowest of more hosts is waited for
     launch/tp          the same, times tp, in runs whose collectives are known to be slow (`cost.runs`)
+    decode_launch      the least that a layer takes for one new token, however little there is to read and compute
+    decode_rows        what the host takes for one new token of one row: scheduling, inputs, taking samples in
     all_reduce/*       sums over tp inside layers
     gradient_reduce/*  sums of gradients over dp; shard_gradients/*  ZeRO's scatter and gather in their place
     gradient_message   the fixed price of gradients: a ring of dp for every weight matrix or bucket of them;

@@ -61,7 +61,7 @@ def test_json_is_one_object_with_the_documented_keys(
 
 def check_folder(folder: Path) -> None:
     assert {path.name for path in folder.iterdir()} == {
-        "job.yaml", "events.jsonl", "metrics.jsonl", "ledger.jsonl", "checkpoints", "lock",
+        "job.yaml", "events.jsonl", "metrics.jsonl", "ledger.jsonl", "checkpoints", "lock", "trace.json",
     }  # fmt: skip
     events = [record.event for record in read_events(folder)]
     assert [type(event) for event in events] == [

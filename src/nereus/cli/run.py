@@ -66,12 +66,15 @@ def run_job(request: RunRequest, console: Console) -> dict[str, Any]:
         else:
             raise UserError("a job file is needed: nereus run JOB.yaml, or nereus run --resume RUN")
         # torch and transformers take seconds to import: not before the job itself is known to be right.
+        from nereus.rl.changes import lay_out
         from nereus.rl.setup import prepare
         from nereus.runtime.cluster import WorkerDied, WorkerFailed
 
         device_type = device_type_of(start.job)
         with console.status(f"checking {start.job.name}: models, task, plans"):  # on a terminal only
             prepared = prepare(start.job, cache_folder())
+            changes = lay_out(start.job, start.plan, start.changes, prepared.specs)
+            start = dataclasses.replace(start, changes=changes)
             _check(request, start, prepared, device_type)
         if folder is None:
             folder = stack.enter_context(_new_folder(start.job))
@@ -87,6 +90,7 @@ def run_job(request: RunRequest, console: Console) -> dict[str, Any]:
 
 def _check(request: RunRequest, start: Start, prepared: Any, device_type: str) -> None:
     """What can be known to be wrong before anything starts, beyond the models and the task."""
+    from nereus.rl.changes import check_changes
     from nereus.rl.rollouts import check_recorded
     from nereus.rl.setup import check_layouts, check_restored
 
@@ -98,6 +102,7 @@ def _check(request: RunRequest, start: Start, prepared: Any, device_type: str) -
             check_layouts(prepared, plan, device_memory_bytes(job, device_type, len(devices)))
         except PlanError as error:
             raise PlanError(f"{where}: {error}") from error
+    check_changes(start.plan, start.changes, prepared.specs, _usable_bytes(start, device_type))
     check_restored(prepared, start.sources)
     if request.replay is not None:
         check_is_run(request.replay)
@@ -111,6 +116,12 @@ def _check(request: RunRequest, start: Start, prepared: Any, device_type: str) -
         from nereus.telemetry.tracker import TensorBoardTracker
 
         TensorBoardTracker(Path())  # writes nothing yet; raises where tensorboard is not installed
+
+
+def _usable_bytes(start: Start, device_type: str) -> float:
+    """What state may fill of a device while the plan changes, whatever the pool is then."""
+    most = max(len(devices) for devices in (start.devices, *(change.devices for change in start.changes)))
+    return device_memory_bytes(start.job, device_type, most)
 
 
 def _run(
@@ -157,7 +168,7 @@ def _run(
         )
         stack.callback(cluster.close)
         cluster.start(start.devices)
-        fleet = Fleet(cluster, prepared.specs)
+        fleet = Fleet(cluster, prepared.specs, usable_bytes=_usable_bytes(start, device_type))
         fleet.create(start.plan, {**prepared.sources, **start.sources})
         if start.digest and fleet.digest(list(start.sources)) != start.digest:
             raise UserError(

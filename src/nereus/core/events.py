@@ -111,7 +111,7 @@ class TransitionFinished(_Event):
     """The plan changed before `step`. Digests are of the logical state, whatever the layout.
 
     moved, lowerings: by model-stage, what it moved and how. seconds: of the change itself, the digests apart in
-    `digest_seconds`; predicted_seconds: of its primitives, before they ran.
+    `digest_seconds`; predicted_seconds: the same, before it began.
     """
 
     step: int

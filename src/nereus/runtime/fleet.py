@@ -44,6 +44,16 @@ LOCAL_RATES = Rates(intra_bytes_s=2.5e9, inter_bytes_s=2.5e9, copy_bytes_s=3e9, 
 """CPU devices of one machine, where nothing is known of it (measured here, two cores)."""
 
 
+GROUP_S = 0.01
+"""What it takes to open a communicator, where nothing is known of it (measured here: 8 ranks 7-10 ms, pairs 0.4-3)."""
+
+LEARN = 0.5
+"""Weight of the last change in what is learned of the time that changes take."""
+
+LEAST_S = 5e-3
+"""Primitives that were predicted to take less teach nothing: it is all latency."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
     """Where a model-stage's state comes from: tensor name -> safetensors file; seed for a head made fresh."""
@@ -54,14 +64,15 @@ class Source:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transition:
-    """A change of plan that came about. seconds: of its primitives, measured; dag.seconds of the program: predicted.
+    """A change of plan that came about. seconds: of all of it, measured; `program.dag.seconds`: predicted.
 
-    moved: by model-stage. peak_bytes: by device, the most state it held at once.
+    primitives_s: of these the primitives. moved: by model-stage. peak_bytes: by device, the most state it held at once.
     """
 
     program: Program
     spans: tuple[Span, ...]
     seconds: float
+    primitives_s: float
     moved: Mapping[ModelStage, Moved]
     peak_bytes: Mapping[int, int]
 
@@ -69,7 +80,8 @@ class Transition:
 class Fleet:
     """See the module. specs: the logical state of every model-stage of the job.
 
-    rates, usable_bytes: what transitions are planned with. lowerings: the ways to change that may be taken.
+    rates, usable_bytes: what transitions are planned with; rates are learned from each one's measured time.
+    lowerings: the ways to change that may be taken.
     """
 
     def __init__(
@@ -93,6 +105,7 @@ class Fleet:
         self._versions: dict[ModelStage, int] = {}
         self._broken = False
         self._sync: MovePlan | None = None
+        self._group_s, self._opened = GROUP_S, 0
 
     @property
     def pool(self) -> tuple[int, ...]:
@@ -138,6 +151,7 @@ class Fleet:
             usable_bytes=self.usable_bytes,
             lowerings=self.lowerings,
             remade={ACTOR_GENERATION, *restored},
+            setup_s=self._opened * self._group_s,
         )
 
     def change(
@@ -189,6 +203,7 @@ class Fleet:
         return {name: regions for name, regions in lost.items() if regions and name != ACTOR_GENERATION}
 
     def _run(self, plan: Plan, sources: Mapping[ModelStage, Source], on_span: OnSpan | None) -> Transition:
+        began = self.clock()
         self._connect(plan, self.pool)
         self._locate()
         todo = self.prepare(plan, sources.keys())
@@ -198,27 +213,41 @@ class Fleet:
         executor = Executor(self.cluster, self._owners, self.clock, on_span)
         started = self.clock()
         executor.run(todo)
-        seconds = self.clock() - started
+        primitives_s = self.clock() - started
         self._load(plan, sources)
         self._locate()
         self._commit(plan, names)
         self._broken = False
-        received: dict[ModelStage, int] = dict.fromkeys((p.model_stage for p in plan.placements), 0)
-        for span in executor.spans:
-            name = span.step.primitive.model_stage
-            received[name] = received.get(name, 0) + span.received_bytes
-        moved = {
-            name: Moved(received_bytes=received[name], kept_bytes=max(0, self._held_bytes(name) - received[name]))
-            for name in received
-            if name in plan and name != ACTOR_GENERATION
-        }
+        seconds = self.clock() - began
+        self._learn(todo, primitives_s, seconds)
         return Transition(
             program=todo,
             spans=tuple(executor.spans),
             seconds=seconds,
-            moved=moved,
+            primitives_s=primitives_s,
+            moved=self._moved(plan, executor.spans),
             peak_bytes=self._call("peak_bytes", self.pool).results(),
         )
+
+    def _learn(self, done: Program, primitives_s: float, seconds: float) -> None:
+        """Bring rates, and the time to open a communicator, closer to what this change took."""
+        predicted_s = done.dag.seconds - self._opened * self._group_s
+        if predicted_s >= LEAST_S:
+            self.rates = self.rates.slowed((primitives_s / predicted_s) ** LEARN)
+        if self._opened:
+            self._group_s += LEARN * ((seconds - primitives_s) / self._opened - self._group_s)
+
+    def _moved(self, plan: Plan, spans: Sequence[Span]) -> dict[ModelStage, Moved]:
+        """What was received, and what stayed, of each model-stage whose state counts."""
+        received: dict[ModelStage, int] = {p.model_stage: 0 for p in plan.placements}
+        for span in spans:
+            name = span.step.primitive.model_stage
+            received[name] = received.get(name, 0) + span.received_bytes
+        return {
+            name: Moved(received_bytes=size, kept_bytes=max(0, self._held_bytes(name) - size))
+            for name, size in received.items()
+            if name in plan and name != ACTOR_GENERATION
+        }
 
     def _changes(self, name: ModelStage, plan: Plan) -> bool:
         before, after = (p[name] if name in p else None for p in (self.plan, plan))  # noqa: SIM401
@@ -339,7 +368,7 @@ class Fleet:
         if self.cluster.epoch != self._epoch:
             self._groups.forget()
             self._epoch = self.cluster.epoch
-        groups = self._groups.change(plan, pool, {r: self.cluster.incarnation(r) for r in pool})
+        groups, self._opened = self._groups.change(plan, pool, {r: self.cluster.incarnation(r) for r in pool})
         self._call("connect", pool, groups, pool).results()
 
     def _call(self, method: str, ranks: Sequence[int], *arguments: Any) -> Call:

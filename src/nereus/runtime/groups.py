@@ -51,8 +51,8 @@ class GroupDirectory:
         self._open: dict[tuple[Purpose, tuple[int, ...], tuple[int, ...]], Group] = {}
         self._made = 0
 
-    def change(self, plan: Plan, pool: Sequence[int], incarnations: Mapping[int, int]) -> tuple[Group, ...]:
-        """Every group of a plan once, in order; model-stages with equal ranks share one.
+    def change(self, plan: Plan, pool: Sequence[int], incarnations: Mapping[int, int]) -> tuple[tuple[Group, ...], int]:
+        """Every group of a plan once, in order, and how many of them are new; model-stages with equal ranks share one.
 
         incarnations: how often each device id was started before. Groups that were open stay so under their name.
         """
@@ -63,8 +63,9 @@ class GroupDirectory:
         for purpose, ranks in dict.fromkeys(wanted):
             key = (purpose, ranks, tuple(incarnations[r] for r in ranks))
             now[key] = self._open.get(key) or self._new(purpose, ranks)
+        opened = len(now.keys() - self._open.keys())
         self._open = now
-        return tuple(now.values())
+        return tuple(now.values()), opened
 
     def forget(self) -> None:
         """All communicators are broken: the next change makes every group anew."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,6 +41,11 @@ class Rates:
             inter_latency_s=cluster.inter_node.latency_s,
             setup_s=1e-3,
         )
+
+    def slowed(self, factor: float) -> Rates:
+        """All of it `factor` times slower (below 1: faster)."""
+        names = ("intra_bytes_s", "inter_bytes_s", "copy_bytes_s", "node_bytes_s")
+        return replace(self, **{name: getattr(self, name) / factor for name in names}, setup_s=self.setup_s * factor)
 
     def seconds(self, traffic: Traffic, copied: Floats) -> Floats:
         """[n] seconds that each GPU is busy; its two kinds of link work side by side. copied: [n] bytes."""

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from nereus.cli.bench import machine
+from nereus.cli.bench import machine, summary_lines
 from nereus.cli.bench_reshard_cases import NAMES, Case, case_of
 from nereus.cli.bench_reshard_figure12 import figure_12
 from nereus.cli.bench_reshard_peers import peers_named
@@ -365,3 +365,19 @@ def _staged_over_direct(rows: Sequence[Mapping[str, Any]], transport: str) -> It
 def _spread(values: Iterator[float]) -> dict[str, float]:
     listed = sorted(values)
     return {"least": listed[0], "median": statistics.median(listed), "most": listed[-1]} if listed else {}
+
+
+SHOWN = ("seconds", "raw_s", "raw_with_copies_s", "predicted_s")
+
+
+def lines(found: Mapping[str, Any]) -> list[str]:
+    """The bench as text."""
+    rows = [
+        f"{row['transition']}, {row['transport']}, {row['lowering']}: "
+        + ", ".join(f"{name} {row[name]:.3f}" for name in SHOWN)
+        + f", {row['bytes_received'] / 1e9:.3f} of at least {row['bytes_lower_bound'] / 1e9:.3f} GB, "
+        + f"peak {row['peak_bytes'] / 1e9:.3f} GB, planned {row['predicted_peak_bytes'] / 1e9:.3f}"
+        + ("" if row["digest_equal"] else ", STATE DIFFERS")
+        for row in found["rows"]
+    ]
+    return [*rows, *summary_lines(dict(found))]

@@ -187,9 +187,11 @@ class Bench:
     cost: predicted against measured step times of published runs (--table CSV), or of RL logs (--rl FOLDER).
     planner: milliseconds of a whole replan for pools of 8 to 16,384 GPUs, and SCIP on the same problem.
     dag: milliseconds to plan a transition for pools of 32 to 16,384 GPUs, and its schedule against proven bounds.
+    reshard: seconds and bytes of transitions of real processes, beside the least possible and beside other systems.
+    coordination: model-stages in each other's way, by one global DAG and by independent ones.
     """
 
-    name: tyro.conf.Positional[Literal["equivalence", "cost", "planner", "dag"]]
+    name: tyro.conf.Positional[Literal["equivalence", "cost", "planner", "dag", "reshard", "coordination"]]
     """Which bench."""
     job: Annotated[Path, tyro.conf.arg(metavar="JOB")] = Path("examples/count")
     """equivalence: job file to measure with."""
@@ -211,6 +213,16 @@ class Bench:
     """dag: pairs of plans for each pool."""
     solver_limit_s: float = 5.0
     """dag: the time limit of SCIP and CP-SAT on each pair; 0 leaves them out."""
+    devices: tuple[int, ...] = (4, 8)
+    """reshard: the most devices that transitions may need."""
+    parameters: float = 336e6
+    """reshard: of the model, 12 bytes each; fewer where a transition would not fit in this machine's memory."""
+    peers: tuple[str, ...] = ("dcp", "dtensor")
+    """reshard: systems to compare with: dcp, dtensor, torchft."""
+    repeats: int = 3
+    """reshard: how often each transition is measured."""
+    trials: int = 100
+    """coordination: trials of each kind of overlap."""
     json: bool = False
     """Print one JSON object on stdout, and nothing else there."""
 
@@ -242,6 +254,18 @@ class Bench:
             from nereus.cli.bench_dag import bench_dag
 
             found = bench_dag(pairs=self.pairs, solver_limit_s=self.solver_limit_s, say=say)
+            return found, [*bench.row_lines(found), *bench.summary_lines(found)]
+        if self.name == "reshard":
+            from nereus.cli.bench_reshard import bench_reshard, lines
+
+            found = bench_reshard(
+                self.parameters, devices=self.devices, peers=self.peers, repeats=self.repeats, say=say
+            )
+            return found, lines(found)
+        if self.name == "coordination":
+            from nereus.cli.bench_coordination import bench_coordination
+
+            found = bench_coordination(self.trials, say=say)
             return found, [*bench.row_lines(found), *bench.summary_lines(found)]
         if self.rl is not None:
             from nereus.cli.bench_cost_rl import bench_cost_rl

@@ -80,14 +80,16 @@ class Bound:
 def instances_of(dag: TransitionDag, usable_bytes: float) -> list[Instance]:
     """The reduced problems of a transition; its own schedule and its resource edges are not part of them."""
     held = dag.held_bytes.copy()
+    listed = _activities(dag)
+    waited_for = {number for a in listed for number in a.after}
     activities = []
-    for activity in _activities(dag):
+    for activity in listed:
         if activity.seconds > 0:
             activities.append(activity)
         elif not any(activity.take_bytes.values()) and not activity.after:
             for gpu, size in activity.free_bytes.items():
                 held[gpu] -= size
-        elif any(activity.free_bytes.values()) or any(activity.number in other.after for other in _activities(dag)):
+        elif any(activity.free_bytes.values()) or activity.number in waited_for:
             activities.append(activity)
     return [_one_gpu_a_kind(part, held, usable_bytes) for part in _apart(activities)]
 

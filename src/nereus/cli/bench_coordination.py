@@ -43,11 +43,13 @@ from nereus.core.sharding import StateSpec
 from nereus.runtime.cluster import LocalCluster
 from nereus.runtime.executor import Span
 from nereus.runtime.fleet import LOCAL_RATES, Fleet
-from nereus.transition.dag import InfeasibleTransition, Primitive
+from nereus.transition.dag import InfeasibleTransition, TransitionDag
 from nereus.transition.groups import Lowering
-from nereus.transition.program import Program, program
+from nereus.transition.plan import plan_transition
+from nereus.transition.profile import StateProfile
 
 Say = Callable[[str], None]
+Profiles = Mapping[ModelStage, StateProfile]
 
 ACTOR_INFERENCE = ModelStage("actor", "inference")
 OVERLAPS: Mapping[str, tuple[ModelStage, ...]] = {
@@ -69,25 +71,19 @@ AIM_OVERLAP = 0.9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """Two plans and the GPUs' memory; the coordinated program as it was planned."""
+    """Two plans and the GPUs' memory; the global DAG as it is planned for them."""
 
     number: int
     current: Plan
     target: Plan
     usable_bytes: float
-    planned: Program
+    planned: TransitionDag
 
     @property
     def allows_overlap(self) -> bool:
-        """Whether primitives of two model-stages do not wait for each other and each has a GPU of its own to work on."""
-        steps = [s for s in self.planned.steps if s.moves]
-        before = _ancestors(self.planned)
-        return any(
-            can_overlap(a.primitive, b.primitive)
-            and a.primitive.number not in before[b.primitive.number]
-            and b.primitive.number not in before[a.primitive.number]
-            for a, b in combinations(steps, 2)
-        )
+        """Whether primitives of two model-stages are under way at once in the schedule that was planned."""
+        moving = [p for p in self.planned.primitives() if p.received_bytes]
+        return overlap_s([(p.model_stage, p.start_s, p.start_s + p.seconds) for p in moving]) > 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +98,7 @@ class Outcome:
 
 
 def bench_coordination(
-    trials: int = 100, *, parameters: float = 4e6, seed: int = 0, say: Say = print
+    trials: int = 100, *, parameters: float = 1e6, seed: int = 0, say: Say = print
 ) -> dict[str, Any]:
     """The bench: {bench, machine, rows, summary}. trials: of each kind of overlap."""
     rows = []
@@ -128,7 +124,7 @@ def _row(overlap: str, ground: Ground, trials: int, seed: int) -> dict[str, Any]
     return {
         "overlap": overlap,
         "trials": trials,
-        "edges": statistics.mean(len(trial.planned.dag.edges) for trial, *_ in done),
+        "edges": statistics.mean(len(trial.planned.edges) for trial, *_ in done),
         "overlap_s": statistics.median(one.overlap_s for one in allowed) if allowed else None,
         "allow_overlap": len(allowed),
         "overlapped": sum(one.overlap_s > 0 for one in allowed),
@@ -159,10 +155,18 @@ def _summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
-def can_overlap(a: Primitive, b: Primitive) -> bool:
-    """Of different model-stages, and each has a GPU that the other has not, so that both have begun once issued."""
-    ours, theirs = set(a.gpus), set(b.gpus)
-    return a.model_stage != b.model_stage and bool(ours - theirs) and bool(theirs - ours)
+def overlap_s(spans: Sequence[tuple[ModelStage, float, float]]) -> float:
+    """Seconds in which at least two model-stages were under way. spans: start and end of each primitive."""
+    both = []
+    for (m, start, end), (n, other_start, other_end) in combinations(spans, 2):
+        first, last = max(start, other_start), min(end, other_end)
+        if m != n and first < last:
+            both.append((first, last))
+    total, reached = 0.0, float("-inf")
+    for first, last in sorted(both):
+        total += max(0.0, last - max(first, reached))
+        reached = max(reached, last)
+    return total
 
 
 # -- drawing trials --------------------------------------------------------------------------------------------------
@@ -180,49 +184,50 @@ def draw_plan(rng: random.Random, stages: Sequence[ModelStage]) -> Plan:
     return Plan(tuple(placements))
 
 
-def plan_program(
-    specs: Mapping[ModelStage, StateSpec],
-    current: Plan,
-    target: Plan,
-    usable_bytes: float,
-) -> Program:
-    """Raises InfeasibleTransition."""
-    return program(
-        specs,
-        {p.model_stage: specs[p.model_stage].holdings(p) for p in current.placements},
-        current,
-        target,
-        node_of=np.zeros(GPUS, dtype=np.int64),
-        rates=LOCAL_RATES,
-        usable_bytes=usable_bytes,
-        lowerings=WAYS,
-    )
+def plan_dag(profiles: Profiles, current: Plan, target: Plan, usable_bytes: float) -> TransitionDag | None:
+    """None where there is no order."""
+    try:
+        return plan_transition(
+            profiles,
+            current,
+            target,
+            node_of=np.zeros(GPUS, dtype=np.int64),
+            rates=LOCAL_RATES,
+            usable_bytes=usable_bytes,
+            lowerings=WAYS,
+        )
+    except InfeasibleTransition:
+        return None
 
 
-def draw_trial(rng: random.Random, specs: Mapping[ModelStage, StateSpec], number: int) -> Trial:
+def draw_trial(rng: random.Random, profiles: Profiles, number: int) -> Trial:
     """Plans between which the model-stages must wait for each other: anything from the least memory in which there is an
-    order at all to where nobody would have to wait.
+    order at all to where nobody would have to wait. Of every two trials one is drawn until it allows overlap.
 
     All are changed directly, with old and new shards side by side, so that memory is the only thing that is tight.
     """
-    stages = tuple(specs)
     while True:
-        current, target = draw_plan(rng, stages), draw_plan(rng, stages)
+        trial = _draw(rng, profiles, number)
+        if trial is not None and (trial.allows_overlap or number % 2):
+            return trial
 
-        def planned(usable_bytes: float, current: Plan = current, target: Plan = target) -> Program | None:
-            try:
-                return plan_program(specs, current, target, usable_bytes)
-            except InfeasibleTransition:
-                return None
 
-        easy = plan_program(specs, current, target, float("inf"))
-        low, most = float(easy.dag.held_bytes.max()), float(easy.dag.peak_bytes.max()) * len(stages)
-        least = _least(lambda usable: planned(usable) is not None, low, most)
-        free = _least(lambda usable: (found := planned(usable)) is not None and not found.dag.edges, least, most)
-        usable = rng.uniform(least, free)
-        found = planned(usable)
-        if found is not None and found.dag.edges:
-            return Trial(number=number, current=current, target=target, usable_bytes=usable, planned=found)
+def _draw(rng: random.Random, profiles: Profiles, number: int) -> Trial | None:
+    current, target = draw_plan(rng, tuple(profiles)), draw_plan(rng, tuple(profiles))
+
+    def planned(usable_bytes: float) -> TransitionDag | None:
+        return plan_dag(profiles, current, target, usable_bytes)
+
+    easy = planned(float("inf"))
+    assert easy is not None
+    low, most = float(easy.held_bytes.max()), float(easy.peak_bytes.max()) * len(profiles)
+    least = _least(lambda usable: planned(usable) is not None, low, most)
+    free = _least(lambda usable: (found := planned(usable)) is not None and not found.edges, least, most)
+    usable = rng.uniform(least, free)
+    found = planned(usable)
+    if found is None or not found.edges:
+        return None
+    return Trial(number=number, current=current, target=target, usable_bytes=usable, planned=found)
 
 
 def _least(enough: Callable[[float], bool], low: float, high: float) -> float:
@@ -233,15 +238,6 @@ def _least(enough: Callable[[float], bool], low: float, high: float) -> float:
         middle = (low + high) / 2
         low, high = (low, middle) if enough(middle) else (middle, high)
     return high
-
-
-def _ancestors(planned: Program) -> dict[int, set[int]]:
-    """Of every primitive, all that it waits for."""
-    found: dict[int, set[int]] = {}
-    for step in planned.steps:
-        after = step.primitive.after
-        found[step.primitive.number] = {*after, *(b for a in after for b in found[a])}
-    return found
 
 
 # -- running them ----------------------------------------------------------------------------------------------------
@@ -276,7 +272,8 @@ class Ground:
             fleet.cluster.close()
 
     def draw(self, rng: random.Random, trials: int) -> Iterator[Trial]:
-        return (draw_trial(rng, self.specs, number) for number in range(trials))
+        profiles = {m: StateProfile.of(spec) for m, spec in self.specs.items()}
+        return (draw_trial(rng, profiles, number) for number in range(trials))
 
     def run(self, trial: Trial, rng: random.Random) -> tuple[Trial, Outcome, Outcome]:
         """Both ways, one after the other; whoever does not run holds nothing."""
@@ -333,7 +330,9 @@ class Run:
         return Outcome(
             ok=not why and after == digests,
             seconds=max(s.end_s for s in spans) - min(s.start_s for s in spans) if not why and spans else 0.0,
-            overlap_s=overlap_s(spans),
+            overlap_s=overlap_s(
+                [(s.step.primitive.model_stage, s.start_s, s.end_s) for s in spans if s.received_bytes]
+            ),
             waits=self.store.add(f"{self.trial_key} waits", 0),
             why=why,
         )
@@ -415,17 +414,3 @@ class Run:
 
     def _read(self, *words: object) -> int:
         return self.store.add(" ".join(map(str, (self.trial_key, *words))), 0)
-
-
-def overlap_s(spans: Sequence[Span]) -> float:
-    """Seconds in which primitives of different model-stages were under way that move something (`can_overlap`)."""
-    both = []
-    for a, b in combinations([s for s in spans if s.step.moves], 2):
-        start, end = max(a.start_s, b.start_s), min(a.end_s, b.end_s)
-        if can_overlap(a.step.primitive, b.step.primitive) and start < end:
-            both.append((start, end))
-    total, reached = 0.0, float("-inf")
-    for start, end in sorted(both):
-        total += max(0.0, end - max(start, reached))
-        reached = max(reached, end)
-    return total

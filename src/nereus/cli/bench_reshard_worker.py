@@ -67,8 +67,12 @@ class StateOnly(UnitStore[LocalState]):
         received: Mapping[int, int],
         copied_bytes: int,
         addresses: Mapping[int, StateAddress],
+        pool: Sequence[int],
     ) -> None:
-        """Send and receive that many bytes, by peer, and copy so many on the spot, all into new memory."""
+        """Send and receive that many bytes, by peer, and copy so many on the spot, all into new memory.
+
+        pool: the devices of the communicator.
+        """
         sizes = {**received, self.me: copied_bytes}
         wanted = {str(peer): ((size // ITEM,), torch.float32) for peer, size in sizes.items() if size}
         blocks = self._allocator.allocate(wanted)
@@ -80,7 +84,7 @@ class StateOnly(UnitStore[LocalState]):
                 there = PeerState(peer, addresses[peer], _raw_spec(sizes[peer]).by_name())
                 buffer.copy_(there.region("raw", 0, len(buffer)))
         else:
-            self._raw_messages(sent, into)
+            self._raw_messages(sent, into, pool)
         if own is not None:
             _copy_again_and_again(self._offered_tensor(), own)
 
@@ -88,8 +92,8 @@ class StateOnly(UnitStore[LocalState]):
         """Free what `raw_exchange` received."""
         self._offered, self._received = None, []
 
-    def _raw_messages(self, sent: Mapping[int, int], into: Mapping[int, torch.Tensor]) -> None:
-        pool = self.groups.get("pool", self.pool)
+    def _raw_messages(self, sent: Mapping[int, int], into: Mapping[int, torch.Tensor], ranks: Sequence[int]) -> None:
+        pool = self.groups.get("pool", ranks)
         pending = [pool.irecv(buffer, peer) for peer, buffer in into.items()]
         for peer, size in sent.items():
             pending.append(pool.isend(self._offered_tensor()[: size // ITEM], peer))
@@ -99,11 +103,6 @@ class StateOnly(UnitStore[LocalState]):
     def _offered_tensor(self) -> torch.Tensor:
         assert self._offered is not None, "raw_offer comes first"
         return self._offered.tensors["raw"]
-
-    def connect(self, groups: Sequence[object], pool: Sequence[int]) -> None:
-        """See `UnitStore`."""
-        super().connect(groups, pool)  # type: ignore[arg-type]
-        self.pool = tuple(sorted(pool))
 
 
 def _raw_spec(num_bytes: int) -> StateSpec:

@@ -32,6 +32,7 @@ from nereus.runtime.cluster import Call, Cluster, WorkerDied, WorkerFailed
 from nereus.runtime.executor import Executor, OnSpan, Owners, Span
 from nereus.runtime.files import write_atomically
 from nereus.runtime.groups import GroupDirectory
+from nereus.runtime.transport import STAGING_BYTES
 from nereus.transition.groups import Lowering
 from nereus.transition.plan import LOWERINGS
 from nereus.transition.program import Program, missing, program
@@ -46,6 +47,9 @@ LOCAL_RATES = Rates(intra_bytes_s=2.5e9, inter_bytes_s=2.5e9, copy_bytes_s=3e9, 
 
 GROUP_S = 0.01
 """What it takes to open a communicator, where nothing is known of it (measured here: 8 ranks 7-10 ms, pairs 0.4-3)."""
+
+STAGING_SHARE = 1 / 16
+"""The most of a device's memory that staging takes."""
 
 LEARN = 0.5
 """Weight of the last change in what is learned of the time that changes take."""
@@ -111,6 +115,11 @@ class Fleet:
     def pool(self) -> tuple[int, ...]:
         return self.cluster.devices
 
+    @property
+    def staging_bytes(self) -> int:
+        """What a device may take to pack messages in; nothing where devices read each other's memory."""
+        return 0 if self.cluster.shared_memory else int(min(STAGING_BYTES, self.usable_bytes * STAGING_SHARE))
+
     def create(self, plan: Plan, sources: Mapping[ModelStage, Source]) -> None:
         """Make all units of a plan; those without a source start as zeros, for `weight_sync` to fill.
 
@@ -149,6 +158,7 @@ class Fleet:
             node_of=np.array([nodes.get(g, 0) for g in range(largest + 1)]),
             rates=self.rates,
             usable_bytes=self.usable_bytes,
+            base_bytes=self.staging_bytes,
             lowerings=self.lowerings,
             remade={ACTOR_GENERATION, *restored},
             setup_s=self._opened * self._group_s,
@@ -369,7 +379,7 @@ class Fleet:
             self._groups.forget()
             self._epoch = self.cluster.epoch
         groups, self._opened = self._groups.change(plan, pool, {r: self.cluster.incarnation(r) for r in pool})
-        self._call("connect", pool, groups, pool).results()
+        self._call("connect", pool, groups, pool, self.staging_bytes).results()
 
     def _call(self, method: str, ranks: Sequence[int], *arguments: Any) -> Call:
         return self.cluster.call(method, dict.fromkeys(ranks, arguments))

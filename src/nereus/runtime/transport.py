@@ -338,6 +338,11 @@ class PeerToPeer:
         self._communicator.settle()
         return received_bytes
 
+    @property
+    def staged_bytes(self) -> int:
+        """Staging memory that this rank has taken so far, at most `staging_bytes`."""
+        return self._staging.num_bytes
+
     def _mine(self, moves: Iterable[Move], source: LocalState | None, target: LocalState | None) -> Iterator[_Message]:
         """The messages of this rank, in order."""
         me, num_devices = self._communicator.rank, 1
@@ -360,6 +365,11 @@ class _Staging:
         self._slot_bytes, self._num_slots = slot_bytes, num_slots
         self._made = 0
         self._free: list[torch.Tensor] = []
+
+    @property
+    def num_bytes(self) -> int:
+        """What all buffers take."""
+        return self._made * self._slot_bytes
 
     @property
     def available(self) -> bool:

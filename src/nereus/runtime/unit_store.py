@@ -13,6 +13,7 @@ itself knows nothing of models.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +26,7 @@ from nereus.runtime.checkpoint import read_regions, write_tensors
 from nereus.runtime.groups import Group, GroupTable
 from nereus.runtime.memory import Allocator, DeviceMemory, SharedMemory
 from nereus.runtime.state import LocalState, StateAddress
-from nereus.runtime.transport import NO_ADDRESSES, PeerToPeer, SharedMemoryCopy, Transport
+from nereus.runtime.transport import MESSAGE_BYTES, NO_ADDRESSES, PeerToPeer, SharedMemoryCopy, Transport
 from nereus.runtime.worker import WorkerContext
 from nereus.transition.program import union
 
@@ -73,12 +74,16 @@ class UnitStore(Generic[U]):
     def ping(self) -> int:
         return self.me
 
-    def connect(self, groups: Sequence[Group], pool: Sequence[int]) -> None:
-        """Open and close communicators so that these are open; transfers go among `pool`."""
+    def connect(self, groups: Sequence[Group], pool: Sequence[int], staging_bytes: int) -> None:
+        """Open and close communicators so that these are open; transfers go among `pool`, staging at most so much."""
         self._messages = None
         self.groups.change(groups)
         if not self.context.shared_memory:
-            self._messages = PeerToPeer(self.groups.get("pool", tuple(sorted(pool))))
+            self._messages = PeerToPeer(
+                self.groups.get("pool", tuple(sorted(pool))),
+                staging_bytes=staging_bytes,
+                message_bytes=min(MESSAGE_BYTES, staging_bytes),
+            )
 
     def retire(self, names: Sequence[ModelStage]) -> None:
         """Take units out of use; their state stays."""
@@ -119,7 +124,7 @@ class UnitStore(Generic[U]):
         moves: those that concern this rank. addresses: of the shards that are read.
         """
         present = self._states.get(model_stage)
-        incoming = self._incoming_shard(model_stage, holding, names) if holding is not None else None
+        incoming = self._incoming_shard(model_stage, holding, names, moves) if holding is not None else None
         received = self._transport().transfer(moves, source=present, target=incoming, addresses=addresses)
         if incoming is None:
             return Built(received_bytes=received, address=None)
@@ -198,14 +203,20 @@ class UnitStore(Generic[U]):
         return write_tensors(Path(path), target.tensors) if target is not None else 0
 
     def peak_bytes(self) -> int:
-        """The most state that was here at once since the last call."""
+        """The most state that was here at once since the last call, and all staging memory."""
         peak, self._peak_bytes = self._peak_bytes, self._held_bytes()
-        return max(peak, self._peak_bytes)
+        staged = 0 if self._messages is None else self._messages.staged_bytes
+        return max(peak, self._peak_bytes) + staged
 
     # -- inside --------------------------------------------------------------------------------------------------
 
-    def _incoming_shard(self, model_stage: ModelStage, holding: Holding, names: Names) -> LocalState:
-        """The new shard with memory for a batch: taken over from the old one where both have the same intervals."""
+    def _incoming_shard(
+        self, model_stage: ModelStage, holding: Holding, names: Names, moves: Sequence[Move]
+    ) -> LocalState:
+        """The new shard with memory for a batch: taken over from the old one where both have the same intervals.
+
+        Raises StateError unless the moves write all of the rest: what memory held before must never become state.
+        """
         incoming = self._incoming.get(model_stage)
         if incoming is None:
             incoming = LocalState.empty(self.specs[model_stage], holding, self._allocator)
@@ -213,7 +224,14 @@ class UnitStore(Generic[U]):
         wanted = [n for n in holding if names is None or n in names]
         if (present := self._states.get(model_stage)) is not None:
             incoming.adopt(present, [n for n in wanted if n in present.tensors])
-        incoming.add([n for n in wanted if n not in incoming.tensors])
+        fresh = [n for n in wanted if n not in incoming.tensors]
+        written: Counter[str] = Counter()
+        for move in moves:
+            written[move.tensor] += move.stop - move.start if move.target == self.me else 0
+        for n in fresh:
+            if written[n] != (size := sum(stop - start for start, stop in holding[n])):
+                raise StateError(f"{model_stage}: {written[n]} of {size} indices of {n} would be written")
+        incoming.add(fresh)
         self._note_peak()
         return incoming
 

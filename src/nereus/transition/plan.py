@@ -45,7 +45,7 @@ def plan_transition(
     Model-stages of only one of the plans are made, or destroyed. actor/generation is only made: weight_sync fills it.
     Raises InfeasibleTransition (a PlanError), with the GPUs and what they are short of.
     """
-    held = np.full(len(node_of), base_bytes)
+    held = np.full(len(node_of), float(base_bytes))
     ways = []
     for m, old, new in changes_of(current, target):
         change = _Change(m, profiles[m], old, new, node_of, rates)

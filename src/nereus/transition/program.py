@@ -82,7 +82,7 @@ def program(
     A model-stage whose holdings are those of its placement may be staged; others are changed directly.
     Raises InfeasibleTransition, and StateError when something that the target needs is held by no GPU.
     """
-    held = np.full(len(node_of), base_bytes)
+    held = np.full(len(node_of), float(base_bytes))
     ways, exact = [], []
     for m, old, new in changes_of(current, target):
         change = _ExactChange(specs[m], m, old, new, holdings.get(m, {}), node_of, rates, remade=m in remade)

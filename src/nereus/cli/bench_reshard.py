@@ -23,7 +23,7 @@ from typing import Any
 from nereus.cli.bench import machine, summary_lines
 from nereus.cli.bench_reshard_cases import NAMES, Case, case_of
 from nereus.cli.bench_reshard_figure12 import figure_12
-from nereus.cli.bench_reshard_peers import peers_named
+from nereus.cli.bench_reshard_peers import Peer, peers_named
 from nereus.cli.bench_reshard_worker import PROGRAM
 from nereus.core.errors import PlanError
 from nereus.core.plan import ACTOR_GENERATION, Plan
@@ -65,6 +65,7 @@ def bench_reshard(
 
     parameters: of the model; fewer where old and new shards would not fit in this machine's memory.
     """
+    known = peers_named(peers)
     memory = MEMORY_SHARE * free_memory_bytes()
     cases = [case_of(name, round(parameters), memory) for name in transitions]
     cases = [case for case in cases if any(case.devices <= n for n in devices)]
@@ -76,7 +77,7 @@ def bench_reshard(
                 found[case.name] += with_cluster.rows(case)
         finally:
             with_cluster.close()
-    others, notes = _peers(peers, cases, repeats, say)
+    others, notes = _peers(known, cases, repeats, say)
     rows = [row | {"peers": others.get(name, {})} for name, listed in found.items() for row in listed]
     result = {"bench": "reshard", "machine": machine(), "rows": rows, "summary": summary(rows) | {"notes": notes}}
     return result | ({"figure_12": figure_12()} if figure else {})
@@ -90,12 +91,12 @@ def free_memory_bytes() -> int:
 
 
 def _peers(
-    names: Sequence[str], cases: Sequence[Case], repeats: int, say: Say
+    peers: Sequence[Peer], cases: Sequence[Case], repeats: int, say: Say
 ) -> tuple[dict[str, dict[str, Any]], list[str]]:
     """By transition, the seconds of every peer that is installed and can do it; and what is missing."""
     found: dict[str, dict[str, Any]] = {}
     notes = []
-    for peer in peers_named(names):
+    for peer in peers:
         if missing := peer.missing():
             notes.append(missing)
             say(missing)
@@ -111,9 +112,10 @@ def _peers(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """One change of plan. digests: before and after, if they were taken."""
+    """One change of plan. staging_bytes: what a device might stage. digests: before and after, if they were taken."""
 
     transition: Transition
+    staging_bytes: int
     digests: tuple[str, str] | None
 
 
@@ -170,7 +172,11 @@ class Bench:
         gc.collect()
         transition = fleet.change(case.target, fleet.pool)
         after = fleet.digest(case.moved) if digests else ""
-        return Measured(transition=transition, digests=(before, after) if digests else None)
+        return Measured(
+            transition=transition,
+            staging_bytes=fleet.staging_bytes,
+            digests=(before, after) if digests else None,
+        )
 
     def _usable_bytes(self, case: Case, way: str) -> float | None:
         """What the devices' memory is said to be; None where a way does not lead there, or is no other than `direct`."""
@@ -228,7 +234,7 @@ class Bench:
             "peak_bytes": max(peaks.values()),
             "predicted_peak_bytes": max(predicted.values()),
             "peak_off_bytes": max(abs(peaks[g] - predicted[g]) for g in peaks),
-            "staging_bytes": self.fleet.staging_bytes,
+            "staging_bytes": listed[-1].staging_bytes,
             "edges": len(dag.edges),
             "digest_equal": digests[0] == digests[1],
             "raw_s": statistics.median(one for one, _ in raw),

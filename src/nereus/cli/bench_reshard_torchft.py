@@ -29,12 +29,12 @@ class TorchftTransport:
         self._turn = 0
 
     def missing(self) -> str:
-        return "" if find_spec("torchft") else "torchft is left out: it is not installed (pip install torchft-nightly)"
+        return "" if find_spec("torchft") else "torchft is left out: it is not installed (pip install torchft)"
 
     def measure(self, cases: Sequence[Case], repeats: int) -> Iterator[tuple[Case, dict[str, Any]]]:
         """Only where replicas are added."""
         able = [case for case in cases if _adds_replicas(case)]
-        cluster = LocalCluster(PROGRAM, (), preload=("torchft.checkpointing.pg_transport",))
+        cluster = LocalCluster(PROGRAM, ())  # nothing preloaded: torchft starts threads, which do not survive a fork
         try:
             if able:
                 cluster.start(range(max(case.devices for case in able)))

@@ -12,8 +12,8 @@ from nereus.core.plan import ModelStage, Plan
 from nereus.core.sharding import StateSpec
 from nereus.runtime.fleet import LOCAL_RATES
 from nereus.transition.align import align_plan
-from nereus.transition.plan import plan_transition
 from nereus.transition.profile import StateProfile
+from nereus.transition.program import program
 
 
 def lay_out(
@@ -48,11 +48,11 @@ def check_changes(
     plan: Plan, changes: Sequence[PlannedChange], specs: Mapping[ModelStage, StateSpec], usable_bytes: float
 ) -> None:
     """Raise PlanError, naming the step, for a change that does not fit into the devices' memory in any order."""
-    profiles = {name: StateProfile.of(spec) for name, spec in specs.items()}
     for change in changes:
         try:
-            plan_transition(
-                profiles,
+            program(
+                specs,
+                {p.model_stage: specs[p.model_stage].holdings(p) for p in plan.placements},
                 plan,
                 change.plan,
                 node_of=_one_node(plan, change.plan),

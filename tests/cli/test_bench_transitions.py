@@ -17,8 +17,7 @@ from nereus.cli.bench_reshard_figure12 import figure_12
 from nereus.core.errors import UserError
 from nereus.core.plan import ACTOR_TRAINING, REFERENCE_INFERENCE, REWARD_INFERENCE, ModelStage, Plan
 from nereus.core.shapes import state_spec
-from nereus.core.sharding import plan_moves
-from nereus.transition.profile import StateProfile
+from nereus.core.sharding import StateSpec, plan_moves
 
 SMALL = 1e6
 
@@ -130,13 +129,13 @@ def swap(usable_copies: float) -> Trial:
     current = Plan((placement(m, (1, 1, 1), (0,)), placement(n, (1, 1, 1), (1,))))
     target = Plan((placement(m, (1, 1, 1), (1,)), placement(n, (1, 1, 1), (0,))))
     copy = state_spec(decoder(SMALL), dtype="float32", trained=False).num_bytes
-    planned = draw_trial(random.Random(0), profiles(), 1).planned
+    planned = draw_trial(random.Random(0), specs(), 1).planned
     return Trial(number=0, current=current, target=target, usable_bytes=usable_copies * copy, planned=planned)
 
 
-def profiles() -> dict[ModelStage, StateProfile]:
-    profile = StateProfile.of(state_spec(decoder(SMALL), dtype="float32", trained=False))
-    return {REFERENCE_INFERENCE: profile, REWARD_INFERENCE: profile}
+def specs() -> dict[ModelStage, StateSpec]:
+    spec = state_spec(decoder(SMALL), dtype="float32", trained=False)
+    return {REFERENCE_INFERENCE: spec, REWARD_INFERENCE: spec}
 
 
 def test_independent_swaps_wait_for_each_other_where_there_is_no_room(ground: Ground) -> None:
@@ -154,7 +153,7 @@ def _fields(trial: Trial, **other: Any) -> dict[str, Any]:
 def test_every_trial_that_is_drawn_needs_coordination() -> None:
     rng = random.Random(5)
     for number in range(8):
-        trial = draw_trial(rng, profiles(), number)
+        trial = draw_trial(rng, specs(), number)
         assert trial.planned.edges
         assert trial.planned.peak_bytes.max() <= trial.usable_bytes
         assert set(trial.planned.lowerings.values()) <= set(WAYS)

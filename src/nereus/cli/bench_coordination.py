@@ -18,7 +18,7 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import combinations
 from typing import Any
 
@@ -47,6 +47,7 @@ from nereus.transition.dag import InfeasibleTransition, TransitionDag
 from nereus.transition.groups import Lowering
 from nereus.transition.plan import plan_transition
 from nereus.transition.profile import StateProfile
+from nereus.transition.program import program
 
 Say = Callable[[str], None]
 Profiles = Mapping[ModelStage, StateProfile]
@@ -205,16 +206,40 @@ def plan_dag(profiles: Profiles, current: Plan, target: Plan, usable_bytes: floa
         return None
 
 
-def draw_trial(rng: random.Random, profiles: Profiles, number: int) -> Trial:
+def draw_trial(rng: random.Random, specs: Mapping[ModelStage, StateSpec], number: int) -> Trial:
     """Plans between which the model-stages must wait for each other: anything from the least memory in which there is an
     order at all to where nobody would have to wait. Of every two trials one is drawn until it allows overlap.
 
     All are changed directly, with old and new shards side by side, so that memory is the only thing that is tight.
     """
+    profiles = {m: StateProfile.of(spec) for m, spec in specs.items()}
     while True:
         trial = _draw(rng, profiles, number)
-        if trial is not None and (trial.allows_overlap or number % 2):
-            return trial
+        if trial is None or not (trial.allows_overlap or number % 2):
+            continue
+        exact = exact_dag(specs, trial)
+        if exact is not None and exact.edges:
+            trial = replace(trial, planned=exact)
+            if trial.allows_overlap or number % 2:
+                return trial
+
+
+def exact_dag(specs: Mapping[ModelStage, StateSpec], trial: Trial) -> TransitionDag | None:
+    """As the fleet will plan it, tensor by tensor; the senders that it levels may be others, and so what can go first."""
+    holdings = {p.model_stage: specs[p.model_stage].holdings(p) for p in trial.current.placements}
+    try:
+        return program(
+            specs,
+            holdings,
+            trial.current,
+            trial.target,
+            node_of=np.zeros(GPUS, dtype=np.int64),
+            rates=LOCAL_RATES,
+            usable_bytes=trial.usable_bytes,
+            lowerings=WAYS,
+        ).dag
+    except InfeasibleTransition:
+        return None
 
 
 def _draw(rng: random.Random, profiles: Profiles, number: int) -> Trial | None:
@@ -228,7 +253,7 @@ def _draw(rng: random.Random, profiles: Profiles, number: int) -> Trial | None:
     low, most = float(easy.held_bytes.max()), float(easy.peak_bytes.max()) * len(profiles)
     least = _least(lambda usable: planned(usable) is not None, low, most)
     free = _least(lambda usable: (found := planned(usable)) is not None and not found.edges, least, most)
-    usable = rng.uniform(least, free)
+    usable = float(round(rng.uniform(least, free)))
     found = planned(usable)
     if found is None or not found.edges:
         return None
@@ -277,8 +302,7 @@ class Ground:
             fleet.cluster.close()
 
     def draw(self, rng: random.Random, trials: int) -> Iterator[Trial]:
-        profiles = {m: StateProfile.of(spec) for m, spec in self.specs.items()}
-        return (draw_trial(rng, profiles, number) for number in range(trials))
+        return (draw_trial(rng, self.specs, number) for number in range(trials))
 
     def run(self, trial: Trial, rng: random.Random) -> tuple[Trial, Outcome, Outcome]:
         """Both ways, one after the other; whoever does not run holds nothing."""

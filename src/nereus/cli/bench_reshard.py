@@ -5,6 +5,7 @@ with as little memory as it can be done in. Each is measured several times, in t
 
     raw_s             the received bytes, as one contiguous buffer for each pair of devices, into fresh memory
     raw_with_copies_s the same, and the bytes that a device copies on the spot because its shard has another shape
+    ..._cpu_s         of the processor, over all devices: what a machine that others use, too, does not blur
     peers             what other systems take from the same state to the same state (bench_reshard_*.py)
 
 `seconds` is of all that a change of plan does: connecting, planning, its primitives (`primitives_s`), commit. `predicted_s`
@@ -112,9 +113,10 @@ def _peers(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """One change of plan. staging_bytes: what a device might stage. digests: before and after, if they were taken."""
+    """One change of plan. cpu_s: of all devices. staging_bytes: what one may stage. digests: before and after, or none."""
 
     transition: Transition
+    cpu_s: float
     staging_bytes: int
     digests: tuple[str, str] | None
 
@@ -137,7 +139,7 @@ class Bench:
         """One row for every way that leads there."""
         ways = {name: self._usable_bytes(case, name) for name in WAYS}
         measured: dict[str, list[Measured]] = {name: [] for name, usable in ways.items() if usable is not None}
-        raw: list[tuple[float, float]] = []
+        raw: list[dict[str, float]] = []
         for turn in range(self.repeats):
             for name in measured:
                 usable = ways[name]
@@ -162,6 +164,10 @@ class Bench:
     def _everywhere(self, method: str, *arguments: Any) -> None:
         self.cluster.call(method, dict.fromkeys(self.cluster.devices, arguments)).results()
 
+    def _cpu_s(self) -> float:
+        """Of all devices, so far."""
+        return float(sum(self.cluster.call("cpu_s", dict.fromkeys(self.cluster.devices, ())).results().values()))
+
     def _change(self, case: Case, way: str, usable_bytes: float, *, digests: bool) -> Measured:
         fleet = self.fleet
         self._reset(case)
@@ -170,10 +176,13 @@ class Bench:
         fleet.lowerings, fleet.usable_bytes = WAYS[way], usable_bytes
         before = fleet.digest(case.moved) if digests else ""
         gc.collect()
+        used_s = self._cpu_s()
         transition = fleet.change(case.target, fleet.pool)
+        used_s = self._cpu_s() - used_s
         after = fleet.digest(case.moved) if digests else ""
         return Measured(
             transition=transition,
+            cpu_s=used_s,
             staging_bytes=fleet.staging_bytes,
             digests=(before, after) if digests else None,
         )
@@ -204,9 +213,7 @@ class Bench:
                 low = fleet.usable_bytes
         return high if high < enough else None
 
-    def _row(
-        self, case: Case, way: str, listed: Sequence[Measured], raw: Sequence[tuple[float, float]]
-    ) -> dict[str, Any]:
+    def _row(self, case: Case, way: str, listed: Sequence[Measured], raw: Sequence[dict[str, float]]) -> dict[str, Any]:
         first, last = listed[0].transition, listed[-1].transition
         dag, digests = last.program.dag, listed[0].digests
         assert digests is not None
@@ -237,18 +244,25 @@ class Bench:
             "staging_bytes": listed[-1].staging_bytes,
             "edges": len(dag.edges),
             "digest_equal": digests[0] == digests[1],
-            "raw_s": statistics.median(one for one, _ in raw),
-            "raw_with_copies_s": statistics.median(both for _, both in raw),
+            "cpu_s": statistics.median(one.cpu_s for one in listed),
+            **{name: statistics.median(turn[name] for turn in raw) for name in raw[0]},
         }
 
     # -- the raw limit -----------------------------------------------------------------------------------------------
 
-    def _raw(self, case: Case) -> tuple[float, float]:
+    def _raw(self, case: Case) -> dict[str, float]:
         """Seconds to receive what the direct lowering receives; and with what it copies on the spot."""
         flows, copied = raw_traffic(case)
-        return self._exchange(flows, {}), self._exchange(flows, copied)
+        (alone_s, alone_cpu_s), (both_s, both_cpu_s) = self._exchange(flows, {}), self._exchange(flows, copied)
+        return {
+            "raw_s": alone_s,
+            "raw_with_copies_s": both_s,
+            "raw_cpu_s": alone_cpu_s,
+            "raw_with_copies_cpu_s": both_cpu_s,
+        }
 
-    def _exchange(self, flows: Mapping[tuple[int, int], int], copied: Mapping[int, int]) -> float:
+    def _exchange(self, flows: Mapping[tuple[int, int], int], copied: Mapping[int, int]) -> tuple[float, float]:
+        """Seconds by the clock, and of the processor over all devices."""
         cluster, devices = self.cluster, self.cluster.devices
         self._everywhere("reset", {})
         sent: dict[int, dict[int, int]] = {g: {} for g in devices}
@@ -262,21 +276,22 @@ class Bench:
             for g in devices
             if sent[g] or received[g] or copied.get(g)
         }
-        began = time.perf_counter()
+        used_s, began = self._cpu_s(), time.perf_counter()
         if orders:
             cluster.call("raw_exchange", orders).results()
         seconds = time.perf_counter() - began
+        used_s = self._cpu_s() - used_s
         self._everywhere("raw_end")
-        return seconds
+        return seconds, used_s
 
     def _rates(self) -> Rates:
         """What this transport does on this machine now: one device, all devices at once, a copy, a call."""
         self.fleet.create(Plan(()), {})
         devices, probe = self.cluster.devices, PROBE_BYTES
         ring = {(g, devices[i - 1]): probe // 2 for i, g in enumerate(devices)}
-        one = min(self._exchange({(devices[0], devices[1]): probe}, {}) for _ in range(3))
-        all_of_them = min(self._exchange(ring, {}) for _ in range(3))
-        copy = min(self._exchange({}, {devices[0]: probe}) for _ in range(3))
+        one = min(self._exchange({(devices[0], devices[1]): probe}, {})[0] for _ in range(3))
+        all_of_them = min(self._exchange(ring, {})[0] for _ in range(3))
+        copy = min(self._exchange({}, {devices[0]: probe})[0] for _ in range(3))
         began = time.perf_counter()
         self._everywhere("ping")
         setup_s = time.perf_counter() - began
@@ -338,6 +353,10 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
                 "over_raw": _spread(row["primitives_s"] / row["raw_s"] for row in direct if _is(row, transport)),
                 "over_raw_with_copies": _spread(
                     row["primitives_s"] / row["raw_with_copies_s"] for row in direct if _is(row, transport)
+                ),
+                "cpu_over_raw": _spread(row["cpu_s"] / row["raw_cpu_s"] for row in direct if _is(row, transport)),
+                "cpu_over_raw_with_copies": _spread(
+                    row["cpu_s"] / row["raw_with_copies_cpu_s"] for row in direct if _is(row, transport)
                 ),
                 "staged_over_direct": _spread(_staged_over_direct(rows, transport)),
                 "times_faster_than": {

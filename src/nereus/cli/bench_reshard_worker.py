@@ -6,6 +6,7 @@ same number of bytes, one contiguous buffer for every pair of devices, into memo
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -47,6 +48,10 @@ class StateOnly(UnitStore[LocalState]):
             for name, intervals in state.holding.items():
                 for interval in intervals:
                     write_pattern(state.region(name, *interval), state.specs[name], interval)
+
+    def cpu_s(self) -> float:
+        """What this process has used of the processor so far."""
+        return time.process_time()
 
     # -- the raw limit -------------------------------------------------------------------------------------------
 

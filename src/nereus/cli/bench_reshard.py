@@ -361,7 +361,7 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
                 "staged_over_direct": _spread(_staged_over_direct(rows, transport)),
                 "times_faster_than": {
                     name: _spread(
-                        row["peers"][name] / row["seconds"]
+                        row["peers"][name] / row["cpu_s" if name.endswith("_cpu_s") else "seconds"]
                         for row in direct
                         if _is(row, transport) and name in row["peers"]
                     )

@@ -68,11 +68,12 @@ def _checkpointed(peer: Caller, case: Case, repeats: int) -> dict[str, Any]:
                 peer("check")
         finally:
             shutil.rmtree(folder, ignore_errors=True)
-    both = [a + b for a, b in zip(saved, loaded, strict=True)]
+    both = [(a + b, c + d) for (a, c), (b, d) in zip(saved, loaded, strict=True)]
     return {
-        "dcp_save_s": statistics.median(saved),
-        "dcp_load_s": statistics.median(loaded),
-        "dcp_tmpfs_s": statistics.median(both),
+        "dcp_save_s": statistics.median(seconds for seconds, _ in saved),
+        "dcp_load_s": statistics.median(seconds for seconds, _ in loaded),
+        "dcp_tmpfs_s": statistics.median(seconds for seconds, _ in both),
+        "dcp_tmpfs_cpu_s": statistics.median(cpu_s for _, cpu_s in both),
     }
 
 
@@ -88,10 +89,17 @@ class RedistributePeer:
         with _workers(able) as cluster:
             for case in able:
                 with _world(cluster, case) as peer:
-                    yield case, {"dtensor_s": statistics.median(_redistributed(peer, case, repeats))}
+                    times = list(_redistributed(peer, case, repeats))
+                    yield (
+                        case,
+                        {
+                            "dtensor_s": statistics.median(seconds for seconds, _ in times),
+                            "dtensor_cpu_s": statistics.median(cpu_s for _, cpu_s in times),
+                        },
+                    )
 
 
-def _redistributed(peer: Caller, case: Case, repeats: int) -> Iterator[float]:
+def _redistributed(peer: Caller, case: Case, repeats: int) -> Iterator[Times]:
     for turn in range(repeats):
         peer("hold_for", case.specs, case.current, case.target)
         yield _timed(peer, "redistribute")
@@ -103,6 +111,9 @@ def _on_one_mesh(old: Placement, new: Placement) -> bool:
     (a, b) = sorted((old.layout.tp, new.layout.tp))
     return old.layout.pp == new.layout.pp and sorted(old.gpus) == sorted(new.gpus) and a != b and b % a == 0
 
+
+Times = tuple[float, float]
+"""Seconds by the clock, and of the processor over all ranks."""
 
 Caller = Callable[..., dict[int, Any]]
 """Calls a method on every rank of a world."""
@@ -132,10 +143,15 @@ def _world(cluster: LocalCluster, case: Case) -> Iterator[Caller]:
     call("leave")
 
 
-def _timed(peer: Caller, method: str, *arguments: Any) -> float:
-    began = time.perf_counter()
+def _timed(peer: Caller, method: str, *arguments: Any) -> Times:
+    used_s, began = _cpu_s(peer), time.perf_counter()
     peer(method, *arguments)
-    return time.perf_counter() - began
+    seconds = time.perf_counter() - began
+    return seconds, _cpu_s(peer) - used_s
+
+
+def _cpu_s(peer: Caller) -> float:
+    return float(sum(peer("cpu_s").values()))
 
 
 # -- in the worker -----------------------------------------------------------------------------------------------------
@@ -155,6 +171,10 @@ class TorchPeer:
         """One world of `size` devices. name: used once."""
         store = dist.PrefixStore(name, self._context.store)
         dist.init_process_group("gloo", store=store, rank=self._me, world_size=size)
+
+    def cpu_s(self) -> float:
+        """What this process has used of the processor so far."""
+        return time.process_time()
 
     def leave(self) -> None:
         self._state = {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from importlib.util import find_spec
 from itertools import permutations
 from typing import Any
 
@@ -67,6 +68,15 @@ def test_peers_are_beside_the_transitions_that_they_can_make(reshard: dict[str, 
         assert ("dtensor_s" in row["peers"]) == (row["transition"] != FIVE_NAME)
 
 
+def test_a_peer_that_is_not_installed_is_said_to_be_missing() -> None:
+    found = bench_reshard(
+        SMALL, devices=(1,), transitions=NAMES, peers=("torchft",), figure=False, say=lambda line: None
+    )
+    assert found["rows"] == []
+    if find_spec("torchft") is None:
+        assert found["summary"]["notes"] == ["torchft is left out: it is not installed (pip install torchft)"]
+
+
 def test_a_peer_that_is_not_known_is_refused() -> None:
     with pytest.raises(UserError, match="no peer is called deepfreeze; known are dcp"):
         bench_reshard(SMALL, transitions=("dp out",), peers=("deepfreeze",), say=lambda line: None)
@@ -100,7 +110,7 @@ def test_cases_are_made_smaller_to_fit() -> None:
 def test_figure_12_has_every_model_that_fits() -> None:
     (row,) = figure_12(("Llama-3.1-8B",), (8,))
     assert row["transitions"] > 0 and 0 < row["staged_transitions"] <= row["transitions"]
-    assert 0 < row["seconds"] < row["staged_s"]
+    assert row["seconds"] > 0 and row["staged_over"] > 1
 
 
 # -- coordination ----------------------------------------------------------------------------------------------------

@@ -71,7 +71,7 @@ def bench_reshard(
     cases = [case_of(name, round(parameters), memory) for name in transitions]
     cases = [case for case in cases if any(case.devices <= n for n in devices)]
     found: dict[str, list[dict[str, Any]]] = {case.name: [] for case in cases}
-    for transport in TRANSPORTS:
+    for transport in TRANSPORTS if cases else ():
         with_cluster = Bench(transport, max(case.devices for case in cases), repeats, say)
         try:
             for case in cases:

@@ -31,7 +31,7 @@ USABLE = 0.9
 
 
 def figure_12(models: Sequence[str] = MODELS, gpus: Sequence[int] = GPUS) -> list[dict[str, Any]]:
-    """Rows {model, gpus, transitions, seconds, staged_s, bytes_received}; means over the transitions."""
+    """Rows {model, gpus, transitions, seconds, staged_s, ...}; means over the transitions."""
     rows = []
     for model in models:
         profile = StateProfile.of(state_spec(ModelShape.named(model), master_weights=True))
@@ -82,8 +82,10 @@ def _estimate(profile: StateProfile, cluster: ClusterShape, old: Placement, new:
 
 
 def _means(found: Sequence[dict[str, float]]) -> dict[str, float | None]:
-    """staged_s: of those that can be staged."""
+    """staged_s: of those that can be staged; staged_over: of these, staged over direct seconds."""
     listed = {key: [row[key] for row in found if key in row] for key in ("seconds", "staged_s", "bytes_received")}
+    both = [row["staged_s"] / row["seconds"] for row in found if row.get("staged_s") and row.get("seconds")]
     return {key: statistics.mean(values) if values else None for key, values in listed.items()} | {
-        "staged_transitions": len(listed["staged_s"])
+        "staged_transitions": len(listed["staged_s"]),
+        "staged_over": statistics.mean(both) if both else None,
     }

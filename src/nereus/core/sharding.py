@@ -11,7 +11,7 @@ them, or is larger), whole heads, KV heads shared by several ranks, and fused te
     up_proj  Segment(size=1536,  blocks=1536, readers=1536) tp 4: rows 0-383 | ...
 
 `plan_moves` compares two sets of holdings. Each GPU receives exactly the regions it needs and does not hold, each
-element once, from the nearest holder that has sent least so far; what it holds already is copied in place.
+element once, from the nearest holder that has least to send; what it holds already is copied in place.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from __future__ import annotations
 import itertools
 from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from math import prod
 from typing import Literal
@@ -35,6 +35,9 @@ Holding = Mapping[str, tuple[Interval, ...]]
 
 Holdings = Mapping[int, Holding]
 """What every GPU has, by device id."""
+
+SMALL = 8
+"""What is this many times less than the largest thing that a GPU receives does not decide from whom."""
 
 ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int32": 4}
 
@@ -287,40 +290,112 @@ def plan_moves(
 
     Bytes received by a GPU are the bytes that it needs and does not hold: no plan for these holdings can have less. Of
     those that hold a region the `preferred` are read, of these the ones on the reader's node, of these the one that has
-    sent least.
+    sent least. All that a reader needs of one set of holders comes from one of them, so that few GPUs have to do with each
+    other; piece by piece only where the readers of a set cannot be dealt out evenly over it.
     Raises StateError, naming tensor and region, when something needed is held by no source.
     """
-    sent: dict[int, int] = defaultdict(int)
+    wanted = list(_wanted(spec, sources, targets, preferred))
+    chosen = _Sources(node_of, wanted)
     received, kept = dict.fromkeys(targets, 0), dict.fromkeys(targets, 0)
     moves: list[Move] = []
+    for piece in wanted:
+        source = piece.target if piece.able is None else chosen.source(piece)
+        (kept if piece.able is None else received)[piece.target] += piece.num_bytes
+        moves.append(Move(piece.tensor, source, piece.target, piece.start, piece.stop))
+    return MovePlan(tuple(moves), received, kept)
+
+
+@dataclass(slots=True)
+class _Piece:
+    """Something that a target needs. able: who has it; the same object for equal sets; None: the target itself."""
+
+    tensor: str
+    target: int
+    start: int
+    stop: int
+    num_bytes: int
+    able: tuple[int, ...] | None
+
+
+def _wanted(spec: StateSpec, sources: Holdings, targets: Holdings, preferred: Set[int]) -> Iterator[_Piece]:
+    """Tensor by tensor, target by target."""
+    known: dict[tuple[int, ...], tuple[int, ...]] = {}
     for tensor in spec.tensors:
-        holders = _Holders(tensor, sources, preferred)
+        holders = _Holders(tensor, sources, preferred, known)
         for target in sorted(targets):
             needed = targets[target].get(tensor.name, ())
             if not needed:
                 continue
             own = intersect(needed, holders.held.get(target, ()))
-            moves += [Move(tensor.name, target, target, start, stop) for start, stop in own]
-            kept[target] += tensor.index_bytes * sum(stop - start for start, stop in own)
+            for start, stop in own:
+                yield _Piece(tensor.name, target, start, stop, tensor.index_bytes * (stop - start), None)
             for start, stop in holders.pieces(subtract(needed, own)):
                 able = holders.able(start, stop)
-                near = [gpu for gpu in able if node_of(gpu) == node_of(target)] or able
-                source = min(near, key=lambda gpu: (sent[gpu], gpu))
-                num_bytes = tensor.index_bytes * (stop - start)
-                sent[source] += num_bytes
-                received[target] += num_bytes
-                moves.append(Move(tensor.name, source, target, start, stop))
-    return MovePlan(tuple(moves), received, kept)
+                yield _Piece(tensor.name, target, start, stop, tensor.index_bytes * (stop - start), able)
+
+
+class _Sources:
+    """Who sends what. The largest bundles (all that a reader needs of one set of holders) are dealt out first; a small one
+    comes from a GPU that sends to its reader anyway, if one of its holders does."""
+
+    def __init__(self, node_of: Callable[[int], int], wanted: Sequence[_Piece]) -> None:
+        self._node_of = node_of
+        self._sent: dict[int, int] = defaultdict(int)
+        bundles: dict[tuple[int, int], int] = defaultdict(int)
+        able: dict[int, tuple[int, ...]] = {}
+        for piece in wanted:
+            if piece.able is not None:
+                able[id(piece.able)] = piece.able
+                bundles[(id(piece.able), piece.target)] += piece.num_bytes
+        self._near = {key: self._nearest(able[key[0]], key[1]) for key in bundles}
+        self._readers = Counter((key[0], self._near[key]) for key in bundles)
+        self._whole = self._dealt(bundles)
+
+    def source(self, piece: _Piece) -> int:
+        """Who sends a piece to its target."""
+        key = (id(piece.able), piece.target)
+        if key in self._whole:
+            return self._whole[key]
+        return self._least(self._near[key], piece.num_bytes)
+
+    def _dealt(self, bundles: Mapping[tuple[int, int], int]) -> dict[tuple[int, int], int]:
+        found: dict[tuple[int, int], int] = {}
+        senders: dict[int, set[int]] = defaultdict(set)
+        most: dict[int, int] = defaultdict(int)
+        for (_, target), size in bundles.items():
+            most[target] = max(most[target], size)
+        for key, size in sorted(bundles.items(), key=lambda item: (-item[1], item[0][1])):
+            target, near = key[1], self._near[key]
+            already = tuple(gpu for gpu in near if gpu in senders[target]) if size * SMALL <= most[target] else ()
+            if already or self._readers[(key[0], near)] % len(near) == 0:
+                found[key] = self._least(already or near, size)
+                senders[target].add(found[key])
+        return found
+
+    def _nearest(self, able: tuple[int, ...], target: int) -> tuple[int, ...]:
+        node = self._node_of(target)
+        return tuple(gpu for gpu in able if self._node_of(gpu) == node) or able
+
+    def _least(self, among: Sequence[int], num_bytes: int) -> int:
+        source = min(among, key=lambda gpu: (self._sent[gpu], gpu))
+        self._sent[source] += num_bytes
+        return source
 
 
 class _Holders:
-    """Who has which regions of one tensor."""
+    """Who has which regions of one tensor. known: sets of GPUs, so that equal ones are one object."""
 
-    def __init__(self, tensor: TensorSpec, sources: Holdings, preferred: Set[int]) -> None:
+    def __init__(
+        self,
+        tensor: TensorSpec,
+        sources: Holdings,
+        preferred: Set[int],
+        known: dict[tuple[int, ...], tuple[int, ...]],
+    ) -> None:
         self.held = {gpu: held[tensor.name] for gpu, held in sources.items() if tensor.name in held}
-        self._name, self._preferred = tensor.name, preferred
+        self._name, self._preferred, self._known = tensor.name, preferred, known
         self._ends = sorted({end for held in self.held.values() for piece in held for end in piece})
-        self._able: dict[Interval, list[int]] = {}
+        self._able: dict[Interval, tuple[int, ...]] = {}
 
     def pieces(self, missing: Sequence[Interval]) -> list[Interval]:
         """Cut regions so that each piece lies inside or outside of every holder's intervals."""
@@ -330,13 +405,13 @@ class _Holders:
             found += itertools.pairwise([start, *inner, stop])
         return found
 
-    def able(self, start: int, stop: int) -> list[int]:
+    def able(self, start: int, stop: int) -> tuple[int, ...]:
         """The GPUs that a piece can be read from."""
         able = self._able.get((start, stop))
         if able is None:
-            able = [gpu for gpu, held in self.held.items() if any(s <= start and stop <= e for s, e in held)]
-            able = [gpu for gpu in able if gpu in self._preferred] or able
-            self._able[(start, stop)] = able
+            holding = [gpu for gpu, held in self.held.items() if any(s <= start and stop <= e for s, e in held)]
+            able = tuple(gpu for gpu in holding if gpu in self._preferred) or tuple(holding)
+            able = self._able[(start, stop)] = self._known.setdefault(able, able)
         if not able:
             raise StateError(
                 f"{self._name}[{start}:{stop}] is held by no device: {sorted(self.held)} hold parts of this tensor"

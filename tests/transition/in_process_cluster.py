@@ -201,8 +201,12 @@ class World:
 
     def check(self, model_stage: ModelStage) -> None:
         """Every device has all that the plan says and nothing else, bit for bit."""
+        assert self.holders(model_stage) == sorted(self.plan[model_stage].gpus)
+        self.check_units(model_stage)
+
+    def check_units(self, model_stage: ModelStage) -> None:
+        """Every device of the plan has all that it says, bit for bit."""
         wanted = expected(self.states[model_stage], self.plan[model_stage], self.logical[model_stage])
-        assert self.holders(model_stage) == sorted(wanted)
         for gpu, tensors in wanted.items():
             found = self.local(model_stage, gpu)
             assert found.keys() == tensors.keys(), gpu

@@ -307,6 +307,18 @@ def test_the_vocabulary_has_its_rows_once_whatever_tp(vocab: int) -> None:
 
 @pytest.mark.parametrize("lowerings", LOWERINGS, ids=lambda ways: ways[0])
 @pytest.mark.parametrize("dim", [0, 1])
+def test_a_rank_that_gets_or_loses_nothing_but_empty_tensors(lowerings: tuple[Lowering, ...], dim: int) -> None:
+    """No byte of its shard changes, or it has none at all: its unit has all tensors nevertheless."""
+    small = make_tensor("small", "everywhere", -1, (Rows(3),), dim, 2, "float32")
+    fused = make_tensor("fused", "layer", 0, (Rows(2), Rows(5)), dim, 3, "bfloat16")
+    world = started(State((small, fused), 2), on(5))
+    for plan in (on(2, turn=4), on(12), on(7, turn=9), on(3, 2, 2), on(11), on(1, 2), on(6, 2)):
+        world.go(plan, lowerings)
+        world.check_units(ACTOR_TRAINING)
+
+
+@pytest.mark.parametrize("lowerings", LOWERINGS, ids=lambda ways: ways[0])
+@pytest.mark.parametrize("dim", [0, 1])
 def test_a_rank_without_any_row_of_a_tensor_has_an_empty_tensor(lowerings: tuple[Lowering, ...], dim: int) -> None:
     small = make_tensor("small", "everywhere", -1, (Rows(3),), dim, 2, "float32")
     fused = make_tensor("fused", "layer", 0, (Rows(2), Rows(5)), dim, 3, "bfloat16")
@@ -380,6 +392,21 @@ def test_a_region_that_no_move_writes_is_an_error_and_the_old_shards_stay(seed: 
             assert all(
                 torch.equal(as_bits(world.local(ACTOR_TRAINING, gpu)[n]), as_bits(t)) for n, t in tensors.items()
             )
+
+
+def test_a_region_that_is_written_instead_of_another_is_an_error() -> None:
+    """As many indices as there should be, but one region twice."""
+    world = started(decoder(), on(2))
+    target = on(1, turn=5)
+    found = world.program(target, ["direct"])
+    steps = [replace(step, moves=tuple(_first_half(move) for move in step.moves)) for step in found.steps]
+    with pytest.raises(StateError, match="is to be written"):
+        world.run(replace(found, steps=tuple(steps)), target)
+
+
+def _first_half(move: Move) -> Move:
+    """Where it brings the second half of the embeddings: the first half again, of 13 rows the first seven too."""
+    return replace(move, start=0, stop=7) if (move.tensor, move.start) == ("embed", 6) else move
 
 
 def _changes(world: World, target: Plan, move: Move) -> bool:

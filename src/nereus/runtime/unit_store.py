@@ -13,7 +13,7 @@ itself knows nothing of models.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +21,7 @@ from typing import Generic, TypeVar
 
 from nereus.core.errors import StateError
 from nereus.core.plan import ModelStage, Placement
-from nereus.core.sharding import Holding, Interval, Move, StateSpec
+from nereus.core.sharding import Holding, Interval, Move, StateSpec, merge_intervals
 from nereus.runtime.checkpoint import read_regions, write_tensors
 from nereus.runtime.groups import Group, GroupTable
 from nereus.runtime.memory import Allocator, DeviceMemory, SharedMemory
@@ -149,8 +149,9 @@ class UnitStore(Generic[U]):
         version: of these units; it grows with every transition.
         """
         for name, placement in placements.items():
-            at, state = placement.position(self.me), self._states[name]
-            holding = state.spec.position_holding(placement.layout, at.pp_stage, at.tp_rank)
+            at = placement.position(self.me)
+            holding = self.specs[name].position_holding(placement.layout, at.pp_stage, at.tp_rank)
+            state = self._with_empty_tensors(name, holding)
             if state.holding != holding or set(state.tensors) != set(holding):
                 raise StateError(f"{name}: device {self.me} does not hold the shard of its position")
             self.units[name] = self.make_unit(placement, state)
@@ -225,15 +226,28 @@ class UnitStore(Generic[U]):
         if (present := self._states.get(model_stage)) is not None:
             incoming.adopt(present, [n for n in wanted if n in present.tensors])
         fresh = [n for n in wanted if n not in incoming.tensors]
-        written: Counter[str] = Counter()
+        written: dict[str, list[Interval]] = defaultdict(list)
         for move in moves:
-            written[move.tensor] += move.stop - move.start if move.target == self.me else 0
+            if move.target == self.me:
+                written[move.tensor].append((move.start, move.stop))
         for n in fresh:
-            if written[n] != (size := sum(stop - start for start, stop in holding[n])):
-                raise StateError(f"{model_stage}: {written[n]} of {size} indices of {n} would be written")
+            counts = [sum(stop - start for start, stop in intervals) for intervals in (written[n], holding[n])]
+            if merge_intervals(written[n]) != holding[n] or counts[0] != counts[1]:
+                raise StateError(f"{model_stage}: of {n}, {holding[n]} is to be written, {sorted(written[n])} would be")
         incoming.add(fresh)
         self._note_peak()
         return incoming
+
+    def _with_empty_tensors(self, name: ModelStage, holding: Holding) -> LocalState:
+        """The shard, with the tensors that the holding has no indices of: no primitive brings them, having no bytes."""
+        state = self._states.setdefault(name, LocalState.empty(self.specs[name], {}, self._allocator))
+        if state.holding == holding or _indices(state.holding) != _indices(holding):
+            return state
+        whole = self._states[name] = LocalState.empty(self.specs[name], holding, self._allocator)
+        whole.adopt(state)
+        whole.add([n for n in holding if n not in whole.tensors])
+        state.drop()
+        return whole
 
     def _arrived_shard(self, name: ModelStage) -> LocalState | None:
         """The part of the new shard that is complete."""
@@ -272,3 +286,8 @@ class UnitStore(Generic[U]):
 
 def _present(state: LocalState) -> Holding:
     return {name: state.holding[name] for name in state.tensors}
+
+
+def _indices(holding: Holding) -> Holding:
+    """What a holding has any indices of."""
+    return {name: intervals for name, intervals in holding.items() if intervals}

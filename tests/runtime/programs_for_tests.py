@@ -24,7 +24,7 @@ from nereus.core.plan import ModelStage, Placement
 from nereus.core.sharding import Holding, Move, StateSpec
 from nereus.runtime.communicator import Communicator, Pending
 from nereus.runtime.state import LocalState
-from nereus.runtime.transport import NO_ADDRESSES, PeerToPeer
+from nereus.runtime.transport import NO_ADDRESSES, PeerToPeer, Transport
 from nereus.runtime.unit_store import Addresses, Built, UnitStore
 from nereus.runtime.worker import WorkerContext
 
@@ -341,6 +341,28 @@ class Holder(UnitStore[LocalState]):
         os.kill(os.getpid(), signal.SIGKILL)
 
 
+class Halfway:
+    """A transport whose device dies in the middle of a transfer."""
+
+    one_sided = True
+
+    def __init__(self, inner: Transport, victim: Striker) -> None:
+        self._inner, self._victim = inner, victim
+
+    def transfer(
+        self,
+        moves: Sequence[Move],
+        *,
+        source: LocalState | None,
+        target: LocalState | None,
+        addresses: Addresses = NO_ADDRESSES,
+    ) -> int:
+        pulled = [move for move in moves if self._inner.one_sided or move.source == move.target]
+        self._inner.transfer(pulled[: len(pulled) // 2], source=source, target=target, addresses=addresses)
+        self._victim.die()
+        return 0
+
+
 class Striker(Holder):
     """A holder that kills itself at a point of a transition: at the nth command that changes its shards."""
 
@@ -359,13 +381,14 @@ class Striker(Holder):
         addresses: Addresses = NO_ADDRESSES,
     ) -> Built:
         self._struck("start")
-        if self._strike == (0, "middle"):
-            pulled = [move for move in moves if self.context.shared_memory or move.source == move.target]
-            super().build(model_stage, holding, names, pulled[: len(pulled) // 2], addresses)
-            self.die()
         built = super().build(model_stage, holding, names, moves, addresses)
         self._struck("end")
         return built
+
+    def _transport(self) -> Transport:
+        """On the fatal build of the kind: one that gets halfway through what this rank copies by itself."""
+        inner = super()._transport()
+        return Halfway(inner, self) if self._strike == (0, "middle") else inner
 
     def settle(self, model_stage: ModelStage, names: Set[str] | None, last: bool) -> None:
         self._struck("start")

@@ -24,7 +24,7 @@ from nereus.engine.optimizer import AdamW
 from nereus.rl.objectives import PolicyTargets, ValueTargets
 from nereus.rl.worker import state_spec
 from nereus.runtime.checkpoint import check_tensors, find_tensors
-from nereus.runtime.cluster import Call, Cluster
+from nereus.runtime.cluster import Cluster
 from nereus.runtime.fleet import Fleet, Source
 
 Shape = tuple[int, int, int]

@@ -41,6 +41,8 @@ def test_spans_of_stages_and_of_primitives_by_device(tmp_path: Path) -> None:
         trace.handle(StageStarted(step=3, stage="generation"))
         now[0] = 103.5
         trace.handle(RunFinished(summary={}, interrupted=False))
+    with path.open("a") as file:
+        file.write('{"name": "cut sho')  # by a kill
     with TraceFile(path, lambda: now[0]) as trace:  # a resume goes on with the same file
         trace.handle(primitive("destroy", (0,), 0.0))
     spans = {(row["name"], row["tid"]): row for row in read(path) if row["ph"] == "X"}

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+from row_maps import Rows as RowMap
+from row_maps import held_intervals, padded_rows, qkv_rows_by_group, rows_of
 
-from nereus.core.layouts import Rows as RowMap
-from nereus.core.layouts import held_intervals, padded_rows, qkv_rows_by_group, rows_of
 from nereus.core.sharding import Cut, Holding, Segment, StateSpec, TensorSpec
 
 Tensors = dict[str, torch.Tensor]

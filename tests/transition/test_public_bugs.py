@@ -18,12 +18,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from in_process_cluster import CPU, POISON, PoisonedMemory, World, as_bits, expected
+from row_maps import PADDING, padded_rows
 from safetensors.torch import save_file
 from state_cases import Heads, Rows, State, make_tensor, rank_order, transformer
 from transition_cases import Case, random_case
 
 from nereus.core.errors import StateError
-from nereus.core.layouts import PADDING, padded_rows
 from nereus.core.plan import ACTOR_TRAINING, Layout, Placement, Plan, split_evenly
 from nereus.core.sharding import Move, StateSpec
 from nereus.engine.generation import Request, Sampling, generate

@@ -16,6 +16,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from row_maps import (
+    PADDING,
+    held_intervals,
+    local_rows,
+    padded_rows,
+    qkv_rows_by_group,
+    rows_of,
+    stage_layers,
+)
 from safetensors.torch import load_file, save_file
 from systems_of_layouts import (
     DIM,
@@ -37,15 +46,6 @@ from systems_of_layouts import (
 )
 
 from nereus.core.errors import StateError
-from nereus.core.layouts import (
-    PADDING,
-    held_intervals,
-    local_rows,
-    padded_rows,
-    qkv_rows_by_group,
-    rows_of,
-    stage_layers,
-)
 from nereus.core.plan import ACTOR_TRAINING, Layout, Placement
 from nereus.core.sharding import Cut, Segment, layers_of, plan_moves
 from nereus.engine.architecture import Architecture

@@ -56,6 +56,8 @@ def bench_cost(table: Path, peer_python: Path | None = None) -> dict[str, Any]:
     for a table that cannot be read, or a peer that does not run.
     """
     rows = read_table(table)
+    if not rows:
+        raise UserError(f"--table {table} has no rows: it must have the columns of docs/cost-model.md and a run a line")
     scored: list[dict[str, Any]] = []
     summary: dict[str, Any] = {}
     for name, members, runs in _sources([TrainingRun.from_row(row) for row in rows]):

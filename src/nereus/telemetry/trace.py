@@ -8,6 +8,7 @@ kill loses none of them. Format: "Trace Event Format", JSON array, complete even
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any, Self
@@ -22,11 +23,13 @@ class TraceFile:
     """Appends to a trace. clock: seconds; of the events, which come as they happen."""
 
     def __init__(self, path: Path, clock: Callable[[], float]) -> None:
-        new = not path.exists() or path.stat().st_size == 0
-        self._file: IO[str] = path.open("a", buffering=1)
+        whole = path.read_bytes().rpartition(b"\n")[0] if path.exists() else b""
+        if whole:
+            os.truncate(path, len(whole) + 1)  # a line that a kill cut short would spoil those that follow
+        self._file: IO[str] = path.open("a" if whole else "w", buffering=1)
         self._clock = clock
         self._stage: tuple[StageStarted, float] | None = None
-        if new:
+        if not whole:
             self._file.write("[\n")
             for process, name in ((RUN, "run"), (DEVICES, "devices")):
                 self._write({"name": "process_name", "ph": "M", "pid": process, "tid": 0, "args": {"name": name}})

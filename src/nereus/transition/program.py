@@ -16,6 +16,7 @@ functions (`groups.direct`, `dag.build`) out of the same quantities; tests hold 
 from __future__ import annotations
 
 import contextlib
+from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
@@ -223,15 +224,16 @@ class _ExactChange:
         return np.asarray(peak)
 
 
-class _Steps:
+class _Steps(ABC):
     """Makes the steps of one model-stage, group by group."""
 
     def __init__(self, spec: StateSpec, targets: Holdings) -> None:
         self.spec, self.targets = spec, targets
         self.everything = (frozenset(t.name for t in spec.tensors),)
 
+    @abstractmethod
     def steps(self, group: PrimitiveGroup, primitives: Sequence[Primitive]) -> list[Step]:
-        raise NotImplementedError
+        """One for each primitive of a group."""
 
     def step(
         self,

@@ -24,3 +24,7 @@ class Aborted(RuntimeError):
 
 class PeerTimeout(RuntimeError):
     """A peer did not answer within the communicator's timeout."""
+
+
+class OutOfMemory(RuntimeError):
+    """A device would hold more than its capacity. Nothing was applied; the device goes on."""

@@ -6,7 +6,7 @@ Each event turns into one JSON object (`to_json`) with its kind under "event".
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from nereus.core.plan import Plan
@@ -33,7 +33,11 @@ class _Event:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunStarted(_Event):
-    """A run begins, or goes on from a checkpoint (`first_step` > 0)."""
+    """A run begins, or goes on from a checkpoint (`first_step` > 0).
+
+    emulated: devices are paced (`cluster.pace`): seconds are those of the devices described there.
+    capacity_bytes: of a device; None where it is not known.
+    """
 
     run: str
     job: str
@@ -42,6 +46,9 @@ class RunStarted(_Event):
     num_steps: int
     devices: tuple[int, ...]
     plan: Plan
+    policy: str = "static"
+    emulated: bool = False
+    capacity_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,13 +79,19 @@ class StepFinished(_Event):
     """One step is trained and in the ledger.
 
     metrics: by name, among them reward, score, kl, length_mean, length_p95, length_max, policy_loss, grad_norm.
-    seconds: by stage, and "step" for the whole.
+    seconds: by stage, and "step" for the whole; "controller" is what monitoring and deciding took of it.
+    predicted: the same stages, and "step", as the plan was predicted to take at these lengths; empty where nobody asked.
+    peak_bytes: by device, the most memory it took during the step; empty where it is not known.
+    signals: what the monitor watches: lengths, achieved efficiency, achieved bandwidth (bytes a second).
     """
 
     step: int
     metrics: Mapping[str, float]
     seconds: Mapping[str, float]
     sample: str = ""
+    predicted: Mapping[str, float] = field(default_factory=dict)
+    peak_bytes: Mapping[str, int] = field(default_factory=dict)
+    signals: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,7 +123,8 @@ class PrimitiveFinished(_Event):
 class TransitionFinished(_Event):
     """The plan changed before `step`. Digests are of the logical state, whatever the layout.
 
-    moved, lowerings: by model-stage, what it moved and how. seconds: of the change itself, the digests apart in
+    moved, lowerings: by model-stage, what it moved and how. decision: the number of the one it follows, None for a change
+    of the job file. seconds: of the change itself, the digests apart in
     `digest_seconds`; predicted_seconds: the same, before it began.
     """
 
@@ -126,6 +140,7 @@ class TransitionFinished(_Event):
     digest_seconds: float
     digest_before: str
     digest_after: str
+    decision: int | None = None
 
     @property
     def state_equal(self) -> bool:
@@ -141,6 +156,105 @@ class TransitionFinished(_Event):
 
     def to_json(self) -> dict[str, Any]:
         return {**_Event.to_json(self), "state_equal": self.state_equal}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolChanged(_Event):
+    """The devices are others from `step` on. why: supply, scale command, notice, death, node lost.
+
+    devices: that may be used from now on. leaving: that are still there and will vanish in `notice_s` seconds, or (None)
+    when the plan has left them.
+    """
+
+    step: int
+    devices: tuple[int, ...]
+    joined: tuple[int, ...] = ()
+    lost: tuple[int, ...] = ()
+    leaving: tuple[int, ...] = ()
+    notice_s: float | None = None
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecisionMade(_Event):
+    """The controller's answer to a trigger, with all the numbers behind it.
+
+    verdict: admitted, refused, restart. triggers: signal, value, reference, horizon_steps of each that crossed.
+    step_latency_s: predicted, of the current plan; None where it is invalid: does not fit or lacks devices.
+    considered: in the order they were tried, as `controller.admission.Decision.to_json` has them: plan, step_latency_s,
+    savings_s, transition_cost_s, payback_steps, admitted, why.
+    replan_seconds: beside the training; cpu_seconds: of it the processor time.
+    """
+
+    step: int
+    number: int
+    verdict: str
+    urgent: bool
+    devices: tuple[int, ...]
+    triggers: tuple[Mapping[str, Any], ...]
+    step_latency_s: float | None
+    horizon_steps: float
+    considered: tuple[Mapping[str, Any], ...]
+    policy: str
+    margin: float
+    replan_seconds: float
+
+    @property
+    def chosen(self) -> Mapping[str, Any] | None:
+        """The option that was admitted."""
+        return next((option for option in self.considered if option["admitted"]), None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutcomeMeasured(_Event):
+    """What an admitted change brought: `number` is that of its decision, latencies are means over `steps` steps.
+
+    before_s: measured in the steps before the change. None where there were none.
+    """
+
+    step: int
+    number: int
+    steps: int
+    before_s: float | None
+    after_s: float
+    predicted_s: float
+    transition_s: float
+    predicted_transition_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceFailed(_Event):
+    """A device died, stopped answering, or ran out of memory, in a stage of a step.
+
+    kind: died, silent, out of memory, error. detect_seconds: from its last sign of life to being noticed; None for what
+    it told itself.
+    """
+
+    step: int
+    stage: str
+    device: int
+    kind: str
+    why: str
+    detect_seconds: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recovered(_Event):
+    """The job goes on after failures, in the same step, from what the devices that are left hold.
+
+    seconds: from the notice of the failure to the work going on. plan: the one it goes on with.
+    rolled: what became of the update in flight: applied by all, discarded by all, none.
+    redone: stages of the step that are done again. restored_from: the checkpoint's step where a last copy was gone.
+    """
+
+    step: int
+    stage: str
+    devices: tuple[int, ...]
+    plan: Plan
+    seconds: float
+    rolled: str
+    redone: tuple[str, ...] = ()
+    restored_from: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,6 +282,11 @@ Event = (
     | StepFinished
     | PrimitiveFinished
     | TransitionFinished
+    | PoolChanged
+    | DecisionMade
+    | OutcomeMeasured
+    | DeviceFailed
+    | Recovered
     | CheckpointWritten
     | RunFinished
 )

@@ -109,6 +109,39 @@ class OptimizerSection:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SlowLinks:
+    step: Annotated[int, Ge(0), Doc("From this step on.")]
+    factor: Annotated[float, Gt(0), Doc("What is left of the bandwidth of all links: 0.25 is a quarter, 1 all of it.")]
+    __pydantic_config__ = FORBID_UNKNOWN
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PaceSection:
+    flops: Annotated[float, Gt(0), Doc("FLOP/s of a device.")]
+    memory_bytes_s: Annotated[float, Gt(0), Doc("Bytes a second of a device's memory.")]
+    link_bytes_s: Annotated[float, Gt(0), Doc("Bytes a second between two devices, one way.")]
+    latency_s: Annotated[float, Ge(0), Doc("Of a message.")] = 0.0
+    slow: Annotated[Sequence[SlowLinks], Doc("Links that get slower, or recover.")] = ()
+    __pydantic_config__ = FORBID_UNKNOWN
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SupplyPoint:
+    step: Annotated[int | None, Ge(0), Doc("When: before this step ...")] = None
+    time_s: Annotated[float | None, Ge(0), Doc("... or so many seconds after the run began.")] = None
+    devices: Annotated[int | None, Ge(1), Doc("How many devices there are from then on ...")] = None
+    gone: Annotated[Sequence[int] | None, Doc("... or which of them go.")] = None
+    notice_s: Annotated[
+        float | None, Ge(0), Doc("Seconds until they vanish, whatever they do; null: they wait for the boundary.")
+    ] = None
+    during: Annotated[
+        Literal["generation", "inference", "training"] | None,
+        Doc("They vanish without notice as this stage of the step begins (with gone)."),
+    ] = None
+    __pydantic_config__ = FORBID_UNKNOWN
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterSection:
     devices: Annotated[int, Ge(1), Doc("Devices at the start.")]
     memory_gib: Annotated[
@@ -118,6 +151,18 @@ class ClusterSection:
         Literal["auto", "cpu", "cuda"], Doc("cpu: a process of one core over Gloo; cuda: a GPU over NCCL.")
     ] = "auto"
     timeout_s: Annotated[float, Gt(0), Doc("How long a rank waits for another before it gives up.")] = 600.0
+    heartbeat_s: Annotated[float, Gt(0), Doc("A device that is silent for so long is taken for dead.")] = 1.5
+    backend: Annotated[
+        Literal["local", "ray"], Doc("local: processes of this machine; ray: actors of a Ray cluster.")
+    ] = "local"
+    address: Annotated[str | None, Doc("Of a Ray cluster; null: the one that runs here, or a new one.")] = None
+    pace: Annotated[
+        PaceSection | None, Doc("CPU devices take at least the time of the device described here: emulated.")
+    ] = None
+    supply: Annotated[Sequence[SupplyPoint], Doc("How the pool changes.")] = ()
+    supply_trace: Annotated[
+        str | None, Doc("The same from a file: CSV with the columns step or time_s, devices, perhaps notice_s.")
+    ] = None
     __pydantic_config__ = FORBID_UNKNOWN
 
 
@@ -144,6 +189,31 @@ class ChangeSection:
     plan: Annotated[
         PlanSection | None, Doc("New placements; model-stages that are not named keep theirs; null with devices: auto.")
     ] = None
+    __pydantic_config__ = FORBID_UNKNOWN
+
+
+PolicyName = Literal["nereus", "any-gain", "every-k-steps", "static"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdaptSection:
+    policy: Annotated[
+        PolicyName | None,
+        Doc(
+            "nereus: change the plan where that repays itself; any-gain: wherever it is faster; every-k-steps: the same, "
+            "but asked every so often; static: keep the plan. null: static where changes are given, else nereus."
+        ),
+    ] = None
+    margin: Annotated[
+        float, Ge(0), Le(1), Doc("Share of the horizon in which a change must repay itself; 0: only urgent ones.")
+    ] = 0.5
+    every: Annotated[int, Ge(1), Doc("Steps between replans (every-k-steps).")] = 10
+    length: Annotated[float, Gt(0), Doc("Relative change of the response length that is worth a replan.")] = 0.30
+    efficiency: Annotated[float, Gt(0), Doc("The same of achieved compute.")] = 0.20
+    bandwidth: Annotated[float, Gt(0), Doc("The same of achieved bandwidth.")] = 0.20
+    metrics_port: Annotated[int | None, Ge(0), Doc("Serve Prometheus metrics on this port of localhost; 0: any.")] = (
+        None
+    )
     __pydantic_config__ = FORBID_UNKNOWN
 
 
@@ -179,6 +249,7 @@ class Job:
         PlanSection, Doc("auto: the planner's; or MODEL/STAGE: placement, `all` for those that are not named.")
     ] = "auto"
     changes: Annotated[Sequence[ChangeSection], Doc("Changes of plan and pool at given steps.")] = ()
+    adapt: Annotated[AdaptSection, Doc("When the plan changes by itself.")] = field(default_factory=AdaptSection)
     run: Annotated[RunSection, Doc("What a run leaves behind.")] = field(default_factory=RunSection)
     __pydantic_config__ = FORBID_UNKNOWN
 
@@ -194,14 +265,32 @@ class Job:
             raise UserError(f"optimizer.betas: {list(self.optimizer.betas)} must be at least 0 and below 1")
         if not -(2**63) <= self.seed < 2**63:
             raise UserError(f"seed: {self.seed} does not fit into 64 bits")
+        for i, point in enumerate(self.cluster.supply):
+            _check_supply(f"cluster.supply.{i}", point)
+        if self.cluster.pace is not None and self.cluster.device == "cuda":
+            raise UserError("cluster.pace: it is for cpu devices, and cluster.device is cuda")
         steps = [change.step for change in self.changes]
         if sorted(set(steps)) != steps:
             raise UserError(f"changes: steps {steps} must ascend, each once")
 
     @property
+    def policy(self) -> PolicyName:
+        """The policy that `adapt.policy` stands for."""
+        return self.adapt.policy or ("static" if self.changes else "nereus")
+
+    @property
     def model_stages(self) -> tuple[ModelStage, ...]:
         """What has to be placed, in the order of the job graph."""
         return model_stages(job_graph(self.algorithm.name, reward_model=self.reward is not None))
+
+
+def _check_supply(where: str, point: SupplyPoint) -> None:
+    if (point.step is None) == (point.time_s is None):
+        raise UserError(f"{where}: it must have step or time_s, one of the two")
+    if (point.devices is None) == (point.gone is None):
+        raise UserError(f"{where}: it must have devices or gone, one of the two")
+    if point.during is not None and (point.gone is None or point.step is None or point.notice_s is not None):
+        raise UserError(f"{where}: during goes with step and gone, and without notice_s")
 
 
 @dataclass(frozen=True, slots=True)

@@ -204,6 +204,14 @@ _READERS: dict[str, Callable[[Any], Any]] = {
     "metrics": _numbers,
     "seconds": _numbers,
     "digest_seconds": _numbers,
+    "predicted": _numbers,
+    "signals": _numbers,
+    "joined": tuple,
+    "lost": tuple,
+    "leaving": tuple,
+    "triggers": tuple,
+    "considered": tuple,
+    "redone": tuple,
 }
 
 

@@ -9,9 +9,14 @@ from statistics import fmean, median
 
 from nereus.core.events import (
     CheckpointWritten,
+    DecisionMade,
+    DeviceFailed,
     Event,
+    OutcomeMeasured,
     PlanChosen,
+    PoolChanged,
     PrimitiveFinished,
+    Recovered,
     RunFinished,
     RunStarted,
     StageStarted,
@@ -38,6 +43,10 @@ class Progress:
     primitive: PrimitiveFinished | None = None
     steps: tuple[StepFinished, ...] = ()
     transitions: tuple[TransitionFinished, ...] = ()
+    decisions: tuple[DecisionMade, ...] = ()
+    outcomes: tuple[OutcomeMeasured, ...] = ()
+    failures: tuple[DeviceFailed, ...] = ()
+    recoveries: tuple[Recovered, ...] = ()
     checkpoint: CheckpointWritten | None = None
     finished: RunFinished | None = None
     started_s: float = 0.0
@@ -74,6 +83,16 @@ class Progress:
                     devices=event.devices_after,
                     transitions=(*self.transitions, event),
                 )
+            case PoolChanged():
+                return replace(self, devices=event.devices)
+            case DecisionMade():
+                return replace(self, decisions=(*self.decisions, event))
+            case OutcomeMeasured():
+                return replace(self, outcomes=(*self.outcomes, event))
+            case DeviceFailed():
+                return replace(self, failures=(*self.failures, event))
+            case Recovered():
+                return replace(self, plan=event.plan, devices=event.devices, recoveries=(*self.recoveries, event))
             case CheckpointWritten():
                 return replace(self, checkpoint=event)
             case RunFinished():

@@ -295,11 +295,12 @@ def _check_supply(where: str, point: SupplyPoint) -> None:
 
 @dataclass(frozen=True, slots=True)
 class PlannedChange:
-    """A change of the job file made concrete."""
+    """A change of plan made concrete, before `step`. decision: its number, None for a change of the job file."""
 
     step: int
     devices: tuple[int, ...]
     plan: Plan
+    decision: int | None = None
 
 
 AutoPlan = Callable[[int, Sequence[int], Plan | None], Plan]

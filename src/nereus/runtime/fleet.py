@@ -36,7 +36,7 @@ from nereus.runtime.transport import STAGING_BYTES
 from nereus.transition.groups import Lowering
 from nereus.transition.plan import LOWERINGS
 from nereus.transition.program import Program, missing, program
-from nereus.transition.rates import Rates
+from nereus.transition.rates import Ints, Rates
 
 SHARD_BYTES = 512 * 2**20
 """The most that one rank gathers at a time to write a checkpoint."""
@@ -79,6 +79,42 @@ class Transition:
     primitives_s: float
     moved: Mapping[ModelStage, Moved]
     peak_bytes: Mapping[int, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Situation:
+    """Who holds what, and what a change is planned with. nodes: of each device of the pool. setup_s: before it begins."""
+
+    specs: Mapping[ModelStage, StateSpec]
+    holdings: Mapping[ModelStage, Holdings]
+    plan: Plan
+    nodes: Mapping[int, int]
+    rates: Rates
+    usable_bytes: float
+    base_bytes: float
+    lowerings: tuple[Lowering, ...]
+    setup_s: float
+
+    def node_of(self, plan: Plan) -> Ints:
+        """[devices] node of every device id up to the largest; a device that is not there yet is taken to be on node 0."""
+        largest = max((*self.nodes, *plan.gpus, *self.plan.gpus), default=0)
+        return np.array([self.nodes.get(g, 0) for g in range(largest + 1)])
+
+    def program(self, plan: Plan, restored: Set[ModelStage] = frozenset()) -> Program:
+        """See `Fleet.prepare`."""
+        return program(
+            self.specs,
+            self.holdings,
+            self.plan,
+            plan,
+            node_of=self.node_of(plan),
+            rates=self.rates,
+            usable_bytes=self.usable_bytes,
+            base_bytes=self.base_bytes,
+            lowerings=self.lowerings,
+            remade={ACTOR_GENERATION, *restored},
+            setup_s=self.setup_s,
+        )
 
 
 class Fleet:
@@ -148,19 +184,19 @@ class Fleet:
 
         Raises InfeasibleTransition; StateError when the last copy of something else is gone.
         """
-        largest = max((*self.pool, *plan.gpus, *self.plan.gpus), default=0)
-        nodes = {g: self.cluster.node_of(g) for g in self.pool}
-        return program(
-            self.specs,
-            {name: self._owners.of(name) for name in self.specs},
-            self.plan,
-            plan,
-            node_of=np.array([nodes.get(g, 0) for g in range(largest + 1)]),
+        return self.situation().program(plan, restored)
+
+    def situation(self) -> Situation:
+        """What a change would start from now: a copy, good until the next change or failure, for any thread."""
+        return Situation(
+            specs=self.specs,
+            holdings={name: dict(self._owners.of(name)) for name in self.specs},
+            plan=self.plan,
+            nodes={g: self.cluster.node_of(g) for g in self.pool},
             rates=self.rates,
             usable_bytes=self.usable_bytes,
             base_bytes=self.staging_bytes,
-            lowerings=self.lowerings,
-            remade={ACTOR_GENERATION, *restored},
+            lowerings=tuple(self.lowerings),
             setup_s=self._opened * self._group_s,
         )
 

@@ -28,7 +28,8 @@ from nereus.core.plan import (
     Position,
 )
 from nereus.telemetry import describe
-from nereus.telemetry.console import BLOCKS, LiveView, PlainView, plan_table, sparkline, view_for
+from nereus.telemetry.console import BLOCKS, LiveView, PlainView, sparkline, view_for
+from nereus.telemetry.plan_table import plan_table
 from nereus.telemetry.progress import Progress, first_and_last, stage_seconds
 
 

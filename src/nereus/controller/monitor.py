@@ -29,12 +29,13 @@ THRESHOLDS: Mapping[str, float] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Crossing:
-    """A signal has left the neighbourhood of its reference."""
+    """A signal has left the neighbourhood of its reference. threshold: relative; None for one without (the pool)."""
 
     signal: str
     value: float
     reference: float
     horizon_steps: float
+    threshold: float | None = None
 
     @property
     def change(self) -> float:
@@ -81,4 +82,10 @@ class Monitor:
             interval, known = float(step - before), self._horizons.get(signal)
             self._horizons[signal] = interval if known is None else WEIGHT * interval + (1 - WEIGHT) * known
         self._crossed_at[signal] = step
-        return Crossing(signal=signal, value=value, reference=reference, horizon_steps=self.horizon_steps(signal))
+        return Crossing(
+            signal=signal,
+            value=value,
+            reference=reference,
+            horizon_steps=self.horizon_steps(signal),
+            threshold=self.thresholds.get(signal),
+        )

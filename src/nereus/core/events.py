@@ -179,7 +179,8 @@ class PoolChanged(_Event):
 class DecisionMade(_Event):
     """The controller's answer to a trigger, with all the numbers behind it.
 
-    verdict: admitted, refused, restart. triggers: signal, value, reference, horizon_steps of each that crossed.
+    verdict: admitted, refused, restart. triggers: signal, value, reference, threshold (relative, or None), horizon_steps
+    of each that crossed.
     step_latency_s: predicted, of the current plan; None where it is invalid: does not fit or lacks devices.
     considered: in the order they were tried, as `controller.admission.Decision.to_json` has them: plan, step_latency_s,
     savings_s, transition_cost_s, payback_steps, admitted, why.

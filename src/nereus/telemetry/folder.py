@@ -194,24 +194,15 @@ def _same(value: Any) -> Any:
 
 _KINDS: dict[str, Any] = {kind.__name__: kind for kind in get_args(Event)}
 _READERS: dict[str, Callable[[Any], Any]] = {
-    "plan": Plan.from_json,
-    "before": Plan.from_json,
-    "after": Plan.from_json,
-    "devices": tuple,
-    "devices_before": tuple,
-    "devices_after": tuple,
+    **dict.fromkeys(("plan", "before", "after"), Plan.from_json),
+    **dict.fromkeys(("devices", "devices_before", "devices_after", "joined", "lost", "leaving"), tuple),
+    **dict.fromkeys(("triggers", "considered", "redone"), tuple),
     "moved": _moved,
-    "metrics": _numbers,
-    "seconds": _numbers,
-    "digest_seconds": _numbers,
-    "predicted": _numbers,
-    "signals": _numbers,
-    "joined": tuple,
-    "lost": tuple,
-    "leaving": tuple,
-    "triggers": tuple,
-    "considered": tuple,
-    "redone": tuple,
+    **dict.fromkeys(("metrics", "seconds", "digest_seconds", "predicted", "signals", "stage_s", "step_s"), _numbers),
+    **dict.fromkeys(
+        ("after_s", "predicted_s", "transition_s", "predicted_transition_s", "predicted_seconds"), _numbers
+    ),
+    **dict.fromkeys(("horizon_steps", "margin", "replan_seconds"), _numbers),
 }
 
 
@@ -254,6 +245,18 @@ def _append_line(file: IO[bytes], row: Mapping[str, Any]) -> None:
 def _cut_after_last_newline(path: Path) -> None:
     with path.open("r+b") as file:
         file.truncate(file.read().rfind(b"\n") + 1)
+
+
+def holder_of(path: Path) -> str | None:
+    """Who is writing the run in folder `path` at this moment, as `process 123 on HOST`; None: nobody."""
+    if not (path / LOCK).exists():
+        return None
+    with (path / LOCK).open() as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return file.read().strip() or "another process"
+    return None
 
 
 def _take_lock(path: Path) -> IO[str]:

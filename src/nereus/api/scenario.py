@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 from nereus.api.machine import cpu_host
 from nereus.core.errors import PlanError, UserError
-from nereus.core.inventory import ClusterShape, CpuHost, DeviceKind, cluster_of, device_kind
+from nereus.core.inventory import ClusterShape, CpuHost, DeviceKind, Link, cluster_of, device_kind
 from nereus.core.plan import ACTOR_TRAINING, Model, ModelStage, Placement, Plan
 from nereus.core.shapes import ModelShape
 from nereus.core.workload import Workload
@@ -86,6 +86,8 @@ class Scenario:
     device: of the pool; a CpuHost's devices share its cores. gpus: devices of the pool. memory_bytes: of each device, where
     it is not the device's own. calibration: learned efficiencies; the conservative priors where there are none.
     source: where the device's figures are from, and what else should be said of them.
+    link: between any two devices, where it is not that of the device's usual machine. link_factor: what is left of all
+    bandwidths.
     """
 
     name: str
@@ -99,6 +101,8 @@ class Scenario:
     recompute: Recompute = "auto"
     calibration: Calibration | None = None
     source: str = "data sheet"
+    link: Link | None = None
+    link_factor: float = 1.0
 
     def __post_init__(self) -> None:
         if self.gpus < 1:
@@ -115,6 +119,28 @@ class Scenario:
         p95, longest = (None if x is None else x / w.response_length * length for x in (w.response_p95, w.response_max))
         workload = replace(w, response_length=length, response_p95=p95, response_max=longest)
         return replace(self, gpus=self.gpus if gpus is None else gpus, workload=workload)
+
+    def updated(
+        self,
+        *,
+        workload: Workload | None = None,
+        gpus: int | None = None,
+        memory_bytes: float | None = None,
+        calibration: Calibration | None = None,
+        link_factor: float | None = None,
+    ) -> Scenario:
+        """The same job as it is now. What depends on none of these is not worked out again."""
+        new = replace(
+            self,
+            workload=workload or self.workload,
+            gpus=gpus or self.gpus,
+            memory_bytes=memory_bytes or self.memory_bytes,
+            calibration=calibration or self.calibration,
+            link_factor=link_factor or self.link_factor,
+        )
+        kept = self.cost.updated(workload=new.workload, cluster=new.cluster, calibration=new._calibration)
+        new.__dict__["cost"] = kept  # where cached_property looks
+        return new
 
     def to_json(self) -> dict[str, Any]:
         kind = self.device_kind
@@ -139,15 +165,23 @@ class Scenario:
 
     @cached_property
     def cluster(self) -> ClusterShape:
-        return cluster_of(self.device_kind, self.gpus)
+        usual = cluster_of(self.device_kind, self.gpus)
+        intra, inter = (self.link, self.link) if self.link is not None else (usual.intra_node, usual.inter_node)
+        return replace(usual, intra_node=self._as_now(intra), inter_node=self._as_now(inter))
+
+    def _as_now(self, link: Link) -> Link:
+        return replace(link, bandwidth_bytes_s=link.bandwidth_bytes_s * self.link_factor)
 
     @cached_property
     def cost(self) -> CostModel:
         """The cost model behind all answers."""
-        calibration = self.calibration
-        if calibration is None and isinstance(self.device, CpuHost):
-            calibration = engine_priors(self.device.share(self.gpus))
-        return CostModel(self.shapes, self.cluster, self.workload, self.algorithm, self.reward_model, calibration)
+        return CostModel(self.shapes, self.cluster, self.workload, self.algorithm, self.reward_model, self._calibration)
+
+    @property
+    def _calibration(self) -> Calibration | None:
+        if self.calibration is None and isinstance(self.device, CpuHost):
+            return engine_priors(self.device.share(self.gpus))
+        return self.calibration
 
     @property
     def model_stages(self) -> tuple[ModelStage, ...]:
@@ -172,10 +206,18 @@ class Scenario:
             peak_bytes=_peak_bytes(plan, rows),
         )
 
-    def choose(self, *, k: int = 5, devices: Sequence[int] | None = None, current: Plan | None = None) -> PlanChoice:
+    def choose(
+        self,
+        *,
+        k: int = 5,
+        devices: Sequence[int] | None = None,
+        current: Plan | None = None,
+        previous: PlanChoice | None = None,
+    ) -> PlanChoice:
         """The best plan, and up to k - 1 slower ones that differ in actor/training.
 
         devices: ids of the pool, 0 .. gpus - 1 if not given. current: a plan whose state should stay where it is.
+        previous: see `planner.choice.choose`.
         Raises Infeasible (a PlanError) if nothing fits: what does not, by how much, and the least pool that would do.
         """
         ids = sorted(devices) if devices is not None else range(self.gpus)
@@ -190,6 +232,7 @@ class Scenario:
             current=current,
             tables_for=self._tables,
             distinct_in=(ACTOR_TRAINING,),
+            previous=previous,
         )
 
     def explain(self, choice: PlanChoice) -> Explanation:

@@ -183,6 +183,7 @@ class Controller:
         if self.state != "transitioning":
             return  # it was overtaken by a loss of devices
         self._urgent |= not event.succeeded
+        self.monitor.plan_changed()
         self._go("idle")
 
     # -- inside ------------------------------------------------------------------------------------------------------

@@ -17,6 +17,9 @@ POOL = "pool"
 WEIGHT = 0.5
 """Of the newest interval in a horizon."""
 
+OF_THE_PLAN = ("compute", "bandwidth")
+"""Signals that another plan has other values of, though nothing has changed."""
+
 THRESHOLDS: Mapping[str, float] = {
     "length_mean": 0.30,
     "length_p95": 0.30,
@@ -71,6 +74,12 @@ class Monitor:
     def reset(self) -> None:
         """The present values are what the next ones are compared with: at every replan, admitted or not."""
         self.references.update(self.values)
+
+    def plan_changed(self) -> None:
+        """What the next step measures of the signals of a plan is what they are compared with from then on."""
+        for signal in OF_THE_PLAN:
+            self.references.pop(signal, None)
+            self.values.pop(signal, None)
 
     def horizon_steps(self, signal: str) -> float:
         """Steps until its next crossing, as far as its past tells."""

@@ -21,15 +21,20 @@ from rich.text import Text
 
 from nereus.core.events import (
     CheckpointWritten,
+    DecisionMade,
+    DeviceFailed,
     Event,
+    OutcomeMeasured,
     PlanChosen,
+    PoolChanged,
+    Recovered,
     RunFinished,
     RunStarted,
     StepFinished,
     TransitionFinished,
 )
 from nereus.core.plan import split_evenly
-from nereus.telemetry import describe
+from nereus.telemetry import decisions, describe
 from nereus.telemetry.plan_table import plan_table
 from nereus.telemetry.progress import (
     RECENT_STEPS,
@@ -100,18 +105,14 @@ class PlainView:
         match event:
             case RunStarted():
                 return [describe.start(event), *(f"  {describe.placement(p)}" for p in event.plan.placements)]
-            case PlanChosen():
-                return [describe.chosen(event)]
             case StepFinished():
                 return [describe.step(event, self._progress, now_s), *_warnings(self._progress)]
-            case TransitionFinished():
-                return [describe.transition(event)]
             case CheckpointWritten():
                 return [describe.checkpoint(event)]
             case RunFinished():
                 return describe.summary(self._progress, now_s, self._folder)
             case _:
-                return []
+                return [text for text, _ in news(event, self._progress)]
 
     def __enter__(self) -> Self:
         return self
@@ -147,16 +148,15 @@ class LiveView:
         now_s = self._clock()
         self._progress = self._progress.after(event, now_s)
         match event:
-            case PlanChosen():
-                self._announce([describe.chosen(event)])
             case StepFinished():
                 self._announce(_warnings(self._progress), "yellow")
-            case TransitionFinished():
-                self._announce([describe.transition(event)])
             case RunFinished():
                 self._live.stop()
                 self._console.print()
                 self._announce(describe.summary(self._progress, now_s, self._folder))
+            case _:
+                for text, style in news(event, self._progress):
+                    self._announce([text], style)
 
     def _announce(self, lines: Sequence[str], style: str = "") -> None:
         for line in lines:
@@ -179,6 +179,7 @@ class LiveView:
         width = options.max_width
         below = [
             *_trends(progress, width),
+            *_adapting(progress),
             *_sample(progress),
             Text(),
             plan_table(progress.plan, progress.devices, width=width),
@@ -187,6 +188,32 @@ class LiveView:
         fixed_lines = 4 + len(above) + len(below) + len(progress.plan.placements)
         num_rows = max(2, min(RECENT_STEPS, console.height - fixed_lines))
         yield Group(*above, Text(), _step_table(progress, num_rows, width), Text(), *below)
+
+
+def news(event: Event, progress: Progress) -> list[tuple[str, str]]:
+    """What happened beside steps, as (line, style): changes of plan and pool, decisions, failures, recoveries.
+
+    progress: of the run with this event in it.
+    """
+    unit = progress.unit
+    match event:
+        case PlanChosen():
+            return [(describe.chosen(event, unit), "")]
+        case TransitionFinished():
+            return [(describe.transition(event, unit), "")]
+        case PoolChanged():
+            return [(describe.pool(event), "yellow" if event.lost or event.leaving else "cyan")]
+        case DecisionMade():
+            style = {"admitted": "cyan", "restart": "bold red"}.get(event.verdict, "dim")
+            return [(decisions.line(event, progress.plan, unit), style)]
+        case OutcomeMeasured():
+            return [(decisions.outcome(event, unit), "dim")]
+        case DeviceFailed():
+            return [(describe.failure(event, unit), "bold red")]
+        case Recovered():
+            return [(describe.recovery(event, unit), "green")]
+        case _:
+            return []
 
 
 def _replay(history: Iterable[Event]) -> Progress:
@@ -241,7 +268,8 @@ def _step_table(progress: Progress, num_rows: int, width: int) -> Table:
     ]
     table = Table(box=None, padding=(0, 2 if width >= WIDE else 1, 0, 0), header_style="dim", pad_edge=False)
     stages = ("generation", "inference", "training", "other") if width >= NARROW else ()
-    for heading in ("step", *(label for label, _ in metrics), "seconds", *stages):
+    total = "emulated s" if progress.emulated else "seconds"
+    for heading in ("step", *(label for label, _ in metrics), total, *stages):
         table.add_column(heading, justify="right", no_wrap=True, min_width=6 if heading != "step" else 5)
     for step in steps:
         changed = step.step in progress.changed_steps
@@ -270,6 +298,19 @@ def _trends(progress: Progress, width: int) -> list[RenderableType]:
             line.append(sparkline(values, max(8, min(80, width - 30))), style=style)
             line.append(f"  {describe.number(kept[0])} -> {describe.number(kept[-1])}")
             lines.append(line)
+    return lines
+
+
+def _adapting(progress: Progress) -> list[RenderableType]:
+    """The memory of the fullest device, and what was decided last."""
+    lines: list[RenderableType] = []
+    if (peak := progress.peak_bytes) is not None:
+        words = describe.memory(peak, progress.run.capacity_bytes if progress.run else None)
+        lines.append(Text.assemble(("memory  ", "dim"), f"at most {words}", no_wrap=True, overflow="ellipsis"))
+    if progress.decisions:
+        last = progress.decisions[-1]
+        words = f"{last.number} at step {last.step}: {decisions.reason(last)}: {decisions.verdict(last)}"
+        lines.append(Text.assemble(("decision  ", "dim"), words, no_wrap=True, overflow="ellipsis"))
     return lines
 
 

@@ -3,10 +3,21 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any, TypeGuard
 
-from nereus.core.events import CheckpointWritten, PlanChosen, RunStarted, StepFinished, TransitionFinished
+from nereus.core.events import (
+    CheckpointWritten,
+    DeviceFailed,
+    PlanChosen,
+    PoolChanged,
+    Recovered,
+    RunStarted,
+    StepFinished,
+    TransitionFinished,
+)
 from nereus.core.plan import Placement, Plan
 from nereus.telemetry.progress import Progress, first_and_last, stage_seconds, total_seconds
 
@@ -24,11 +35,24 @@ def number(value: float) -> str:
     return f"{value:.3f}" if size < 10 else f"{value:.1f}" if size < 1000 else f"{value:,.0f}"
 
 
-def seconds(value: float) -> str:
-    """A measured time without its unit: `0.03`, `12.3`, `1,204`, `-` for one that was not measured."""
-    if not math.isfinite(value):
+def known(value: Any) -> TypeGuard[float]:
+    """Whether it is a number that can be calculated with; null stands for one that was not finite."""
+    return isinstance(value, (int, float)) and math.isfinite(value)
+
+
+def seconds(value: float | None) -> str:
+    """A time without its unit: `0.03`, `12.3`, `1,204`, `-` for one that was not measured."""
+    if not known(value):
         return "-"
     return f"{value:.2f}" if value < 10 else f"{value:.1f}" if value < 1000 else f"{value:,.0f}"
+
+
+def error(predicted: float, measured: float) -> str:
+    """` (12% too high)`: how far a prediction was off; nothing where that cannot be said."""
+    if not (known(predicted) and known(measured) and measured > 0):
+        return ""
+    off = predicted / measured - 1
+    return f" ({abs(off):.0%} too {'high' if off > 0 else 'low'})" if abs(off) >= 0.005 else " (right)"
 
 
 def duration(value_s: float | None) -> str:
@@ -76,13 +100,15 @@ def _layout(p: Placement) -> str:
 def start(run: RunStarted) -> str:
     """What begins, in one line."""
     resumed = f", goes on at step {run.first_step}" if run.first_step else ""
+    policy = f", policy {run.policy}" if run.policy != "static" else ""
+    paced = "; devices are paced: seconds are emulated" if run.emulated else ""
     return (
         f"{run.job}, run {run.run}: {run.algorithm}, {run.num_steps} steps on "
-        f"{len(run.devices)} devices ({ranges(run.devices)}){resumed}"
+        f"{len(run.devices)} devices ({ranges(run.devices)}){resumed}{policy}{paced}"
     )
 
 
-def chosen(event: PlanChosen) -> str:
+def chosen(event: PlanChosen, unit: str = "s") -> str:
     """What the planner chose, in one line: model-stages that are placed alike together."""
     alike: dict[str, list[str]] = {}
     for p in event.plan.placements:
@@ -91,7 +117,7 @@ def chosen(event: PlanChosen) -> str:
     plan = "; ".join(f"{', '.join(names)} {words}" for words, names in alike.items())
     when = f"step {event.step}: " if event.step else ""
     stages = ", ".join(f"{stage} {seconds(s)}" for stage, s in event.stage_s.items())
-    return f"{when}plan: auto chose {plan}; predicted {seconds(event.step_s)} s a step ({stages}); {event.why}"
+    return f"{when}plan: auto chose {plan}; predicted {seconds(event.step_s)} {unit} a step ({stages}); {event.why}"
 
 
 def step(event: StepFinished, progress: Progress, now_s: float) -> str:
@@ -102,27 +128,32 @@ def step(event: StepFinished, progress: Progress, now_s: float) -> str:
     width = len(str(progress.num_steps))
     return (
         f"[{progress.num_done:{width}}/{progress.num_steps}] step {event.step}: {metrics}, "
-        f"{seconds(total_seconds(event))} s ({stages}), {duration(progress.left_s(now_s))} left"
+        f"{seconds(total_seconds(event))} {progress.unit} ({stages}){_predicted(event)}, "
+        f"{duration(progress.left_s(now_s))} left"
     )
 
 
-def transition(event: TransitionFinished) -> str:
+def _predicted(event: StepFinished) -> str:
+    return f", {seconds(event.predicted['step'])} predicted" if known(event.predicted.get("step")) else ""
+
+
+def transition(event: TransitionFinished, unit: str = "s") -> str:
     """A change of plan in one paragraph."""
     devices = f"{changed}, " if (changed := _device_change(event)) else ""
-    changes = "; ".join(_plan_changes(event.before, event.after)) or "nothing but the devices"
+    changes = "; ".join(plan_changes(event.before, event.after)) or "nothing but the devices"
     return (
-        f"step {event.step}: {devices}plan changed in {seconds(event.seconds)} s "
+        f"step {event.step}: {devices}plan changed in {seconds(event.seconds)} {unit} "
         f"({seconds(event.predicted_seconds)} predicted): {changes}; "
         f"received {data_size(event.received_bytes)}, kept in place {data_size(event.kept_bytes)}, "
         f"{_equality(event)}"
     )
 
 
-def transition_outcome(event: TransitionFinished) -> str:
+def transition_outcome(event: TransitionFinished, unit: str = "s") -> str:
     """A change of plan in few words, for a list of them."""
     devices = _device_change(event) or f"{len(event.devices_after)} devices"
     return (
-        f"step {event.step}: {devices}, {seconds(event.seconds)} s, "
+        f"step {event.step}: {devices}, {seconds(event.seconds)} {unit}, "
         f"received {data_size(event.received_bytes)}, {_equality(event)}"
     )
 
@@ -140,8 +171,8 @@ def _device_change(event: TransitionFinished) -> str:
     return f"devices {len(before)} -> {len(after)}"
 
 
-def _plan_changes(before: Plan, after: Plan) -> list[str]:
-    """What changed, each change once, with the model-stages that share it."""
+def plan_changes(before: Plan, after: Plan) -> list[str]:
+    """What is different, each change once, with the model-stages that share it."""
     old = {p.model_stage: p for p in before.placements}
     new = {p.model_stage: p for p in after.placements}
     by_change: dict[str, list[str]] = {}
@@ -169,6 +200,43 @@ def _change(old: Placement | None, new: Placement | None) -> str:
     return ", ".join(parts)
 
 
+def pool(event: PoolChanged) -> str:
+    """The devices are others, in one line."""
+    words = [f"{word} {ranges(ids)}" for word, ids in (("joined", event.joined), ("lost", event.lost)) if ids]
+    if event.leaving:
+        when = f"in {seconds(event.notice_s)} s" if event.notice_s is not None else "when the plan has left them"
+        words.append(f"{ranges(event.leaving)} will go {when}")
+    why = f" ({event.why})" if event.why else ""
+    changed = "; ".join(words) or "as they were"
+    return f"step {event.step}: devices: {changed}{why}; {len(event.devices)} may be used ({ranges(event.devices)})"
+
+
+def failure(event: DeviceFailed, unit: str = "s") -> str:
+    """A failure in one line."""
+    noticed = f", noticed after {seconds(event.detect_seconds)} {unit}" if event.detect_seconds is not None else ""
+    why = f": {' '.join(event.why.split())}" if event.why else ""
+    return f"step {event.step}, {event.stage}: device {event.device} FAILED ({event.kind}){noticed}{why}"
+
+
+def recovery(event: Recovered, unit: str = "s") -> str:
+    """A recovery in one line."""
+    redone = f", {', '.join(event.redone)} done again" if event.redone else ""
+    restored = (
+        f", restored from the checkpoint of step {event.restored_from}" if event.restored_from is not None else ""
+    )
+    return (
+        f"step {event.step}, {event.stage}: RECOVERED in {seconds(event.seconds)} {unit} on {len(event.devices)} devices "
+        f"({ranges(event.devices)}), update {event.rolled}{redone}{restored}"
+    )
+
+
+def memory(peak_bytes: float, capacity_bytes: float | None) -> str:
+    """`12.1 of 16.0 GB (76%)`; `12.1 GB` where the capacity is not known."""
+    if not capacity_bytes:
+        return data_size(peak_bytes)
+    return f"{data_size(peak_bytes)} of {data_size(capacity_bytes)} ({peak_bytes / capacity_bytes:.0%})"
+
+
 def checkpoint(event: CheckpointWritten) -> str:
     """A checkpoint in one line."""
     size, taken = data_size(event.num_bytes), seconds(event.seconds)
@@ -188,21 +256,36 @@ def summary(progress: Progress, now_s: float, folder: Path | None) -> list[str]:
     finished = progress.finished
     ended = "interrupted" if finished and finished.interrupted else "done"
     name = f"{progress.run.job}, run {progress.run.run}" if progress.run else "run"
+    emulated = " (emulated)" if progress.emulated else ""
     lines = [
-        f"{name}: {ended} after {duration(progress.elapsed_s(now_s))}, "
+        f"{name}: {ended} after {duration(progress.elapsed_s(now_s))}{emulated}, "
         f"{progress.num_done} of {progress.num_steps} steps"
     ]
     for label, metric in (("reward", "reward"), ("length", "length_mean")):
         first, last, window = first_and_last(progress.values(metric))
         if not (math.isnan(first) and math.isnan(last)):
             lines.append(f"  {label} {number(first)} -> {number(last)} (first and last {window}-step mean)")
-    lines += [f"  {transition_outcome(t)}" for t in progress.transitions]
+    lines += [f"  {transition_outcome(t, progress.unit)}" for t in progress.transitions]
+    lines += _adapted(progress)
     counts = finished.summary if finished else {}
     samples = [f"{word} {counts[key]}" for word in _SAMPLE_WORDS if (key := f"samples_{word}") in counts]
     if samples:
         lines.append(f"  samples {', '.join(samples)}")
     if folder is not None:
         lines.append(f"  run folder {folder}")
+    return lines
+
+
+def _adapted(progress: Progress) -> list[str]:
+    """How often it was decided, and what was lost, for the summary; nothing where nothing of it happened."""
+    counts = Counter(decision.verdict for decision in progress.decisions)
+    lines = [f"  decisions {', '.join(f'{verdict} {n}' for verdict, n in counts.items())}"] if counts else []
+    if progress.failures or progress.recoveries:
+        taken = sum(r.seconds for r in progress.recoveries)
+        lines.append(
+            f"  failures {len(progress.failures)}, recoveries {len(progress.recoveries)}, "
+            f"{seconds(taken)} {progress.unit} to recover"
+        )
     return lines
 
 

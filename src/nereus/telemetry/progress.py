@@ -92,7 +92,14 @@ class Progress:
             case DeviceFailed():
                 return replace(self, failures=(*self.failures, event))
             case Recovered():
-                return replace(self, plan=event.plan, devices=event.devices, recoveries=(*self.recoveries, event))
+                restored = event.restored_from
+                return replace(
+                    self,
+                    plan=event.plan,
+                    devices=event.devices,
+                    recoveries=(*self.recoveries, event),
+                    steps=self.steps if restored is None else _before(self.steps, restored),
+                )
             case CheckpointWritten():
                 return replace(self, checkpoint=event)
             case RunFinished():
@@ -101,12 +108,27 @@ class Progress:
     @property
     def num_done(self) -> int:
         """Steps that are trained, those before a resume included."""
-        first = self.run.first_step if self.run else 0
-        return max(first, self.steps[-1].step + 1 if self.steps else 0)
+        if self.steps:
+            return self.steps[-1].step + 1
+        return self.run.first_step if self.run else 0
 
     @property
     def num_steps(self) -> int:
         return self.run.num_steps if self.run else 0
+
+    @property
+    def emulated(self) -> bool:
+        return self.run is not None and self.run.emulated
+
+    @property
+    def unit(self) -> str:
+        """Of seconds, for people: those of a paced run are of the devices that were described."""
+        return "emulated s" if self.emulated else "s"
+
+    @property
+    def peak_bytes(self) -> int | None:
+        """Of the fullest device in the last step; None where nobody measured."""
+        return max(self.steps[-1].peak_bytes.values(), default=None) if self.steps else None
 
     @property
     def changed_steps(self) -> frozenset[int]:

@@ -1,0 +1,157 @@
+"""A decision of the controller in words: what triggered it, what was weighed, how it came out. Plain ASCII.
+
+refused, admitted     cost / savings <= margin x horizon    (paper Eq. 2), with the numbers put in
+urgent                why the current plan cannot stay
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from nereus.core.events import DecisionMade, OutcomeMeasured
+from nereus.core.plan import Plan
+from nereus.telemetry import describe
+from nereus.telemetry.describe import known
+
+POOL, EVERY = "pool", "every"
+"""Signals that are no measurements: the number of devices, and that it is time again."""
+
+
+def line(event: DecisionMade, current: Plan | None, unit: str = "s") -> str:
+    """A decision in one line. current: the plan that was in force, so that the difference can be told.
+
+    unit: of seconds, "emulated s" for those of a paced run.
+    """
+    option = event.chosen or best(event)
+    words = [f"step {event.step}: decision {event.number}, {reason(event)}"]
+    if option is not None:
+        words.append(_numbers(option, unit))
+        if not event.urgent:
+            words.append(repaid(event, option))
+    if event.urgent:
+        words.append(f"urgent: {urgency(event)}")
+    words.append(verdict(event) + (f": {option['why']}" if option and event.verdict == "refused" else ""))
+    if event.chosen is not None:
+        words.append("; ".join(differences(current, event.chosen)) or "the plan as it is")
+    return "; ".join(words)
+
+
+def verdict(event: DecisionMade) -> str:
+    """`ADMITTED`, `refused`, `RESTART from a checkpoint`."""
+    return {"admitted": "ADMITTED", "restart": "RESTART from a checkpoint"}.get(event.verdict, event.verdict)
+
+
+def best(event: DecisionMade) -> Mapping[str, Any] | None:
+    """What a decision that admitted nothing came nearest to: the option that would have been repaid soonest."""
+    paying = [option for option in event.considered if known(option.get("payback_steps"))]
+    if paying:
+        return min(paying, key=lambda option: float(option["payback_steps"]))
+    return event.considered[0] if event.considered else None
+
+
+def reason(event: DecisionMade) -> str:
+    """The signals that triggered, each with its change."""
+    return ", ".join(trigger(t) for t in event.triggers) or ("the plan is invalid" if event.urgent else "asked")
+
+
+def trigger(row: Mapping[str, Any]) -> str:
+    """`length_mean +34% (512.0 -> 686.0)`, `pool 8 -> 6 devices`, `10 steps have passed`."""
+    signal, value, reference = str(row.get("signal", "?")), row.get("value"), row.get("reference")
+    if signal == POOL:
+        return f"pool {_count(reference)} -> {_count(value)} devices"
+    if signal == EVERY:
+        return f"{_count(row.get('horizon_steps'))} steps have passed"
+    return f"{signal} {_change(value, reference)} ({_value(reference)} -> {_value(value)})"
+
+
+def _count(value: Any) -> str:
+    return f"{value:g}" if known(value) else "?"
+
+
+def _value(value: Any) -> str:
+    return f"{value:.3g}" if known(value) and abs(value) >= 1e6 else describe.number(value) if known(value) else "?"
+
+
+def _change(value: Any, reference: Any) -> str:
+    return f"{value / reference - 1:+.0%}" if known(value) and known(reference) and reference else "changed"
+
+
+def _numbers(option: Mapping[str, Any], unit: str) -> str:
+    cost = option.get("transition_cost_s")
+    cost_words = f"cost {describe.seconds(cost)} {unit}" if cost is not None else "no way to get there"
+    return f"saves {describe.seconds(option.get('savings_s'))} {unit} a step, {cost_words}"
+
+
+def repaid(event: DecisionMade, option: Mapping[str, Any]) -> str:
+    """`repaid in 3.7 steps, at most 6 (0.5 x 12)`."""
+    payback = option.get("payback_steps")
+    if not known(payback):
+        return "never repaid"
+    return f"repaid in {steps(payback)} steps, {limit_words(event)}"
+
+
+def steps(value: Any) -> str:
+    """A number of steps that need not be whole: three digits that matter."""
+    return f"{value:.3g}" if known(value) else "?"
+
+
+def limit(event: DecisionMade) -> float:
+    """The most steps in which a change had to repay itself."""
+    return event.margin * event.horizon_steps
+
+
+def limit_words(event: DecisionMade) -> str:
+    if event.policy in ("any-gain", "every-k-steps"):
+        return f"any gain will do ({event.policy})"
+    return f"at most {steps(limit(event))} ({event.margin:g} x horizon {steps(event.horizon_steps)})"
+
+
+def equation(event: DecisionMade, option: Mapping[str, Any], unit: str = "s") -> str:
+    """Paper Eq. 2 with the numbers put in, and whether it holds; or why it was not asked."""
+    cost, savings, payback = option.get("transition_cost_s"), option.get("savings_s"), option.get("payback_steps")
+    if event.urgent:
+        return f"not asked, urgent: {urgency(event)}"
+    if cost is None:
+        return "not asked: the transition cannot be executed"
+    if not known(savings) or savings <= 0 or not known(payback):
+        return f"savings {describe.seconds(savings)} {unit}: nothing repays the transition"
+    left = f"cost / savings = {describe.seconds(cost)} {unit} / {describe.seconds(savings)} {unit} = {steps(payback)} steps"
+    if event.policy in ("any-gain", "every-k-steps"):
+        return f"{left}; {limit_words(event)}"
+    holds = "<=" if payback <= limit(event) else ">"
+    right = f"margin x horizon = {event.margin:g} x {steps(event.horizon_steps)} = {steps(limit(event))} steps"
+    return f"{left} {holds} {right}"
+
+
+def urgency(event: DecisionMade) -> str:
+    """Why an urgent decision could not wait."""
+    if event.step_latency_s is not None:
+        return "devices are lost"
+    lost = any(t.get("signal") == POOL and _shrank(t) for t in event.triggers)
+    return "the current plan lacks devices" if lost else "the current plan does not fit"
+
+
+def _shrank(row: Mapping[str, Any]) -> bool:
+    value, reference = row.get("value"), row.get("reference")
+    return known(value) and known(reference) and value < reference
+
+
+def differences(current: Plan | None, option: Mapping[str, Any]) -> list[str]:
+    """What an option's plan has that the current one has not, each change once with its model-stages."""
+    plan = Plan.from_json(option["plan"])
+    if current is None:
+        return [describe.placement(p) for p in plan.placements]
+    return describe.plan_changes(current, plan)
+
+
+def outcome(event: OutcomeMeasured, unit: str = "s") -> str:
+    """What an admitted change brought, in one line."""
+    before = f"{describe.seconds(event.before_s)} -> " if known(event.before_s) else ""
+    return (
+        f"step {event.step}: decision {event.number} measured over {event.steps} steps: "
+        f"{before}{describe.seconds(event.after_s)} {unit} a step, {describe.seconds(event.predicted_s)} predicted"
+        f"{describe.error(event.predicted_s, event.after_s)}; transition {describe.seconds(event.transition_s)} {unit}, "
+        f"{describe.seconds(event.predicted_transition_s)} predicted"
+        f"{describe.error(event.predicted_transition_s, event.transition_s)}"
+    )

@@ -295,12 +295,16 @@ def _check_supply(where: str, point: SupplyPoint) -> None:
 
 @dataclass(frozen=True, slots=True)
 class PlannedChange:
-    """A change of plan made concrete, before `step`. decision: its number, None for a change of the job file."""
+    """A change of plan made concrete, before `step`. decision: its number, None for a change of the job file.
+
+    restart: by way of a checkpoint, since the plan cannot be reached from where the state lies.
+    """
 
     step: int
     devices: tuple[int, ...]
     plan: Plan
     decision: int | None = None
+    restart: bool = False
 
 
 AutoPlan = Callable[[int, Sequence[int], Plan | None], Plan]

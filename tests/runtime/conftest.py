@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -33,7 +34,8 @@ def doomed_controller() -> Iterator[subprocess.Popen[str]]:
 
 @pytest.fixture(scope="module")
 def all_devices(board: dist.TCPStore) -> Iterator[Devices]:
-    cluster = LocalCluster(PROGRAM, (board.port,), preload=PRELOAD, timeout_s=120.0)
+    """Whom nobody watches: tests stop them, and let them go on."""
+    cluster = LocalCluster(PROGRAM, (board.port,), preload=PRELOAD, timeout_s=120.0, heartbeat_s=math.inf)
     cluster.start(DEVICES)
     yield Devices(cluster, board)
     cluster.close()

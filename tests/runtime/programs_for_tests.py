@@ -7,6 +7,7 @@ writes every point that it reaches on the board, a store of the test's own, so t
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import sys
@@ -148,6 +149,18 @@ class Talker:
             self.context.flag.check()
             time.sleep(0.0001)
         return "stayed"
+
+    def keep_interpreter(self, how: str, seconds: float) -> str:
+        """In a call of C that lets no other thread of this process run."""
+        self._reach("keep_interpreter")
+        if how == "sleeping":
+            ctypes.PyDLL(None).usleep(int(seconds * 1e6))
+        else:
+            numbers, began = 10**6, time.process_time()
+            while sum(range(numbers)) and (spent_s := time.process_time() - began) < seconds:
+                numbers = int(2 * numbers * seconds / (spent_s or seconds))
+                began = time.process_time()
+        return "kept"
 
     def unsendable(self) -> Any:
         return lambda: None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import os
 import signal
 import subprocess
@@ -41,9 +42,18 @@ def start_early(doomed_controller: subprocess.Popen[str]) -> None:
 @pytest.fixture
 def cluster(board: dist.TCPStore, all_devices: Devices) -> Iterator[LocalCluster]:
     """One more cluster, for tests that stop it; no device is started. Its controller is less patient than its ranks."""
-    made = LocalCluster(PROGRAM, (board.port,), preload=PRELOAD, timeout_s=120.0)
+    made = LocalCluster(PROGRAM, (board.port,), preload=PRELOAD, timeout_s=120.0, heartbeat_s=math.inf)
     made.timeout_s = 2.0
     yield made
+    made.close()
+
+
+@pytest.fixture
+def watched(board: dist.TCPStore, all_devices: Devices) -> Iterator[Devices]:
+    """Four more devices, that must not be silent for long."""
+    made = LocalCluster(PROGRAM, (board.port,), preload=PRELOAD, timeout_s=120.0, heartbeat_s=0.3)
+    made.start(DEVICES)
+    yield Devices(made, board)
     made.close()
 
 
@@ -183,6 +193,36 @@ def test_a_peer_that_stops_is_found_by_timeouts_alone(cluster: LocalCluster, boa
     with pytest.raises(WorkerDied, match=r"device 1 died .* running talk: no answer to an abort"):
         devices.call("talk", (0, 1, 2), name, "all_reduce", 1).results()
     assert set(devices.call("sum_of_ones", (0, 2), devices.open((0, 2))).results().values()) == {2.0}
+
+
+def test_a_device_that_is_stopped_in_the_middle_of_a_call_is_killed_and_named(watched: Devices) -> None:
+    name, pid = watched.open(), watched.pid(2)
+    watched.call("arm", [2], "stops by itself", "before", "SIGSTOP").results()
+    with pytest.raises(
+        WorkerDied, match=r"device 2 did not answer for \d.\d s and was killed while running talk"
+    ) as caught:
+        watched.all("talk", name, "all_reduce", 2)
+    assert caught.value.silent_s is not None and caught.value.silent_s >= 0.3
+    assert caught.value.exit_code == -signal.SIGKILL
+    assert process_state(pid) == ""
+    assert watched.cluster.devices == (0, 1, 3)
+    assert set(watched.call("sum_of_ones", (0, 1, 3), watched.open((0, 1, 3))).results().values()) == {3.0}
+
+
+def test_a_stopped_device_that_is_waited_for_among_others_wakes_the_waiter(watched: Devices) -> None:
+    idle, stopped = watched.call("wait_for_abort", [0]), watched.call("wait_for_abort", [1])
+    os.kill(watched.pid(1), signal.SIGSTOP)
+    assert watched.cluster.wait_any([idle, stopped]) == 1
+    error = error_of(stopped)
+    assert isinstance(error, WorkerDied) and error.silent_s is not None
+    assert kind_of(idle) == "Aborted"
+
+
+@pytest.mark.parametrize("how", ["working", "sleeping"])
+def test_a_device_whose_listener_cannot_answer_is_not_dead(watched: Devices, how: str) -> None:
+    """A call that keeps the interpreter to itself for several heartbeats."""
+    assert watched.call("keep_interpreter", (0, 1), how, 1.0).results() == dict.fromkeys((0, 1), "kept")
+    assert watched.cluster.devices == DEVICES
 
 
 # -- aborts --------------------------------------------------------------------------------------------------------

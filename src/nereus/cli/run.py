@@ -137,7 +137,7 @@ def _run(
     from nereus.rl.rollouts import Replay
     from nereus.rl.saving import save_checkpoint
     from nereus.rl.worker import PRELOAD, PROGRAM
-    from nereus.runtime.cluster import LocalCluster
+    from nereus.runtime.backends import make_cluster
     from nereus.runtime.fleet import Fleet
 
     job, began = start.job, time.monotonic()
@@ -159,12 +159,12 @@ def _run(
         )
         for choice in start.chosen:
             emit(choice)
-        cluster = LocalCluster(
+        cluster = make_cluster(
+            job.cluster,
             PROGRAM,
             (prepared.architectures,),
             preload=(*PRELOAD, "nereus.cli.main"),
             device_type=device_type,
-            timeout_s=job.cluster.timeout_s,
         )
         stack.callback(cluster.close)
         cluster.start(start.devices)

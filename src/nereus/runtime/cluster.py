@@ -11,6 +11,7 @@ belong together (a collective) are made to all of their devices at once, so ever
 from __future__ import annotations
 
 import itertools
+import math
 import multiprocessing
 import multiprocessing.forkserver
 import multiprocessing.resource_tracker
@@ -19,7 +20,7 @@ import queue
 import signal
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any, Protocol
@@ -27,8 +28,19 @@ from typing import Any, Protocol
 import torch.distributed as dist
 
 from nereus.core import errors
+from nereus.runtime.heartbeat import Limits, Pulse, after, is_dead, look_at
 from nereus.runtime.memory import has_shared_memory
-from nereus.runtime.worker import START, Command, Failure, Reply, WorkerSettings, pack, unpack, worker_main
+from nereus.runtime.worker import (
+    ALIVE_QUESTION,
+    START,
+    Command,
+    Failure,
+    Reply,
+    WorkerSettings,
+    pack,
+    unpack,
+    worker_main,
+)
 
 STOP_S = 5.0
 """How long a worker that is told to stop may take to finish what it is doing."""
@@ -46,11 +58,30 @@ class WorkerFailed(RuntimeError):
 
 
 class WorkerDied(RuntimeError):
-    """A worker process ended: by itself, or because it did not answer."""
+    """A worker process ended: by itself, or because it did not answer.
 
-    def __init__(self, device: int, running: str, exit_code: int | None, why: str = "") -> None:
-        super().__init__(f"device {device} died (exit code {exit_code}) while running {running or 'nothing'}{why}")
-        self.device, self.running, self.exit_code, self.killed = device, running, exit_code, bool(why)
+    deaf_s: it was killed, since it had not answered an abort for so long. silent_s: it was killed, since it had given no
+    sign of life for so long. None: for another reason.
+    """
+
+    def __init__(
+        self,
+        device: int,
+        running: str,
+        exit_code: int | None,
+        *,
+        deaf_s: float | None = None,
+        silent_s: float | None = None,
+    ) -> None:
+        what = (
+            f"died (exit code {exit_code})"
+            if silent_s is None
+            else f"did not answer for {silent_s:.1f} s and was killed"
+        )
+        why = "" if deaf_s is None else f": no answer to an abort in {deaf_s} s"
+        super().__init__(f"device {device} {what} while running {running or 'nothing'}{why}")
+        self.device, self.running, self.exit_code = device, running, exit_code
+        self.deaf_s, self.silent_s = deaf_s, silent_s
 
 
 class Call(Protocol):
@@ -135,7 +166,10 @@ class _Waiting:
 
 
 class _Worker:
-    """The controller's end of one worker. What arrives goes into `inbox`, None for the end of the worker."""
+    """The controller's end of one worker. What arrives goes into `inbox`, None for the end of the worker.
+
+    killed: why it was, as WorkerDied takes it; empty if it was not.
+    """
 
     def __init__(
         self, device: int, process: Any, commands: Connection, control: Connection, inbox: queue.SimpleQueue[Any]
@@ -143,7 +177,8 @@ class _Worker:
         self.device, self.process = device, process
         self.pending: dict[int, _Waiting] = {}
         self.ready = False
-        self.killed_because = ""
+        self.killed: dict[str, float] = {}
+        self._pulse, self._asked, self._sending = Pulse(), False, threading.Lock()
         self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._inbox, self._commands, self._control = inbox, commands, control
         os.set_blocking(control.fileno(), False)
@@ -157,13 +192,35 @@ class _Worker:
 
     def abort(self, epoch: int, reason: str) -> None:
         """Overtakes the commands. A worker that has not read the last few hundred of them gets no more."""
-        try:
-            self._control.send((epoch, reason))
-        except OSError:
-            return  # dead: the reader will tell
+        self._tell((epoch, reason))
 
-    def kill(self, why: str) -> None:
-        self.killed_because = why
+    def look(self, elapsed_s: float, limits: Limits) -> None:
+        """Bring what is known of it up to date, `elapsed_s` after the last look; ask again, or kill it."""
+        answered = self._answered()
+        look = None if answered else look_at(self.process.pid)
+        self._pulse = after(self._pulse, elapsed_s, answered=answered, look=look, limits=limits)
+        if answered or not self._asked:
+            self._asked = self._tell(ALIVE_QUESTION)
+        if not self.killed and is_dead(self._pulse, limits):
+            self.kill(silent_s=self._pulse.silent_s)
+
+    def _answered(self) -> bool:
+        try:
+            return len(os.read(self._control.fileno(), 64)) > 0
+        except OSError:
+            return False  # nothing came, or it is dead: the reader will tell
+
+    def _tell(self, message: Any) -> bool:
+        with self._sending:
+            try:
+                self._control.send(message)
+            except OSError:
+                return False  # dead: the reader will tell
+        return True
+
+    def kill(self, **why: float) -> None:
+        """why: deaf_s or silent_s, see WorkerDied."""
+        self.killed = why
         self.process.kill()
 
     def end(self, deadline: float) -> None:
@@ -195,6 +252,26 @@ class _Worker:
             return
         finally:
             self._inbox.put((self, None))
+
+
+class _Watch:
+    """Looks at all workers again and again, from a thread of its own. See runtime.heartbeat."""
+
+    def __init__(self, limits: Limits, workers: Callable[[], Sequence[_Worker]]) -> None:
+        self._limits, self._workers = limits, workers
+        self._ended = threading.Event()
+        threading.Thread(target=self._run, name="heartbeat", daemon=True).start()
+
+    def end(self) -> None:
+        self._ended.set()
+
+    def _run(self) -> None:
+        before = time.monotonic()
+        while not self._ended.wait(self._limits.look_s):
+            now = time.monotonic()
+            for worker in self._workers():
+                worker.look(now - before, self._limits)
+            before = now
 
 
 class LocalCall:
@@ -239,7 +316,7 @@ class LocalCall:
             pass
         for waiting in self._waiting.values():
             if not waiting.ended:
-                waiting.worker.kill(f": no answer to an abort in {self._cluster.timeout_s} s")
+                waiting.worker.kill(deaf_s=self._cluster.timeout_s)
         while not self._ended:
             self._cluster.take(None)
 
@@ -270,10 +347,10 @@ def _cause(device: int, waiting: _Waiting) -> Exception:
 
 
 def _distance_from_cause(error: Exception) -> int:
-    """0 for what may be a cause, 1 for a worker that did not answer, 2 for waits that ended because of something else."""
+    """0 for what may be a cause, 1 for a worker deaf to an abort, 2 for waits that ended because of something else."""
     if isinstance(error, WorkerFailed) and error.failure.kind in ("Aborted", "PeerTimeout"):
         return 2
-    return int(isinstance(error, WorkerDied) and error.killed)
+    return int(isinstance(error, WorkerDied) and error.deaf_s is not None)
 
 
 class LocalCluster:
@@ -282,6 +359,7 @@ class LocalCluster:
     program, arguments: what a worker runs (`WorkerSettings`). preload: modules that the fork server imports once.
     timeout_s: how long a rank waits for a peer before it gives up, and the controller for an aborted worker.
     shared_memory: whether devices read each other's state in memory; None: CPU devices do, where the system can.
+    heartbeat_s: a device that is stopped and silent for so long is killed (runtime.heartbeat); infinity: none is.
     """
 
     def __init__(
@@ -293,6 +371,7 @@ class LocalCluster:
         device_type: str = "cpu",
         timeout_s: float = 600.0,
         shared_memory: bool | None = None,
+        heartbeat_s: float = 1.5,
     ) -> None:
         self.timeout_s = timeout_s
         self.shared_memory = device_type == "cpu" and has_shared_memory() if shared_memory is None else shared_memory
@@ -314,6 +393,8 @@ class LocalCluster:
         self._incarnations: dict[int, int] = {}
         self._numbers = itertools.count()
         self._epoch = 0
+        self._limits = Limits.of(heartbeat_s, timeout_s)
+        self._watch: _Watch | None = None
 
     @property
     def devices(self) -> tuple[int, ...]:
@@ -346,6 +427,8 @@ class LocalCluster:
             if device in self._workers or list(devices).count(device) > 1:
                 raise ValueError(f"device {device} is running already")
         _start_fork_server()
+        if self._watch is None and math.isfinite(self._limits.heartbeat_s):
+            self._watch = _Watch(self._limits, lambda: list(self._workers.values()))
         try:
             for device in devices:
                 self._workers[device] = self._spawn(device)
@@ -378,6 +461,9 @@ class LocalCluster:
     def close(self) -> None:
         self.abort("the cluster is closing")
         self.stop(self.devices)
+        if self._watch is not None:
+            self._watch.end()
+            self._watch = None
 
     # -- for LocalCall -------------------------------------------------------------------------------------------
 
@@ -442,7 +528,7 @@ class LocalCluster:
         """Take note of a worker's end: whatever it was still asked for will not come."""
         worker.end(time.monotonic() + STOP_S)
         running = next((w.method for w in worker.pending.values()), "")
-        death = WorkerDied(worker.device, running, worker.process.exitcode, worker.killed_because)
+        death = WorkerDied(worker.device, running, worker.process.exitcode, **worker.killed)
         for waiting in worker.pending.values():
             waiting.death = death
         worker.pending.clear()

@@ -1,7 +1,8 @@
 """A worker process: one device, one main thread that runs commands in order, one listener for aborts.
 
     controller ── commands ──> main thread   runs them one after the other, answers each
-               ── control ───> listener      raises the abort flag; ends the process when the controller is gone
+               ── control ───> listener      raises the abort flag; says that it is alive, when asked;
+                                             ends the process when the controller is gone
 
 Every command carries an epoch. An abort names an epoch: commands of that epoch and before are ended or refused,
 later ones run. So an abort that arrives late cannot hit the work that came after it. Communicators do not outlive their
@@ -56,6 +57,12 @@ class WorkerSettings:
     timeout_s: float
     shared_memory: bool
 
+
+ALIVE_QUESTION = None
+"""What the controller sends on the control channel to ask for a sign of life; everything else there is an abort."""
+
+ALIVE = b"."
+"""The sign of life, written as it is: whoever reads counts bytes, so that none can be read in part."""
 
 START = "start"
 """The first command of every worker: build the program with the command's arguments. Nothing aborts it."""
@@ -183,7 +190,9 @@ def worker_main(device_id: int, settings: WorkerSettings, commands: Connection, 
 def _listen(control: Connection, epochs: _Epochs) -> None:
     while True:
         try:
-            epoch, reason = control.recv()
+            if (message := control.recv()) is ALIVE_QUESTION:
+                os.write(control.fileno(), ALIVE)
+                continue
         except (EOFError, OSError):
             os._exit(LOST_CONTROLLER_EXIT)
-        epochs.abort(epoch, reason)
+        epochs.abort(*message)

@@ -18,7 +18,9 @@ import tyro
 from rich.console import Console
 
 from nereus.cli.failure import RunFailed
+from nereus.cli.scale import Scale
 from nereus.core.errors import UserError
+from nereus.core.job import PolicyName
 
 if TYPE_CHECKING:
     from nereus.api.scenario import Scenario
@@ -44,6 +46,8 @@ class Run:
     """Go on with this run folder from its newest checkpoint; --set plan=..., --set cluster.devices=N change its plan."""
     static: bool = False
     """Leave out the job's changes of plan."""
+    policy: PolicyName | None = None
+    """When the plan changes by itself: `adapt.policy` of the job file."""
     replay: Annotated[Path | None, tyro.conf.arg(metavar="RUN")] = None
     """Train on the recorded rollouts of this run folder instead of generating."""
     json: bool = False
@@ -57,8 +61,9 @@ class Run:
             return 0
         from nereus.cli.run import RunRequest, run_job
 
+        overrides = self.set if self.policy is None else (*self.set, f"adapt.policy={self.policy}")
         request = RunRequest(
-            job=self.job, resume=self.resume, overrides=self.set, static=self.static, replay=self.replay
+            job=self.job, resume=self.resume, overrides=overrides, static=self.static, replay=self.replay
         )
         summary = run_job(request, Console(stderr=self.json))
         if self.json:
@@ -323,13 +328,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130
 
 
-def _parse(arguments: Sequence[str] | None) -> Run | Plan | Bench:
+def _parse(arguments: Sequence[str] | None) -> Run | Plan | Scale | Bench:
     """The command that was asked for. Raises UserError with tyro's complaint, which is a box, as one line."""
-    commands: dict[str, Callable[..., Run | Plan | Bench]] = {"run": Run, "plan": Plan, "bench": Bench}
+    commands: dict[str, Callable[..., Run | Plan | Scale | Bench]] = {
+        "run": Run,
+        "plan": Plan,
+        "scale": Scale,
+        "bench": Bench,
+    }
     said = io.StringIO()
     try:
         with contextlib.redirect_stderr(said):
-            command: Run | Plan | Bench = tyro.extras.subcommand_cli_from_dict(
+            command: Run | Plan | Scale | Bench = tyro.extras.subcommand_cli_from_dict(
                 commands, args=arguments, prog="nereus", description=__doc__, config=(tyro.conf.FlagCreatePairsOff,)
             )
     except SystemExit as error:

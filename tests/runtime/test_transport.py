@@ -378,7 +378,7 @@ def test_a_later_process_of_the_same_id_and_a_tensor_given_back_are_told_from_th
     copy(address)
     assert wrong_tensors(target) == []
     source.drop()
-    with pytest.raises(StateError, match=r"device 0 .* given a segment back"):
+    with pytest.raises(StateError, match=r"device 0 .* given memory back"):
         copy(address)
     (segment,) = address.segments
     later = filled(spec, holding, SharedMemory())

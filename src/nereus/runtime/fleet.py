@@ -415,7 +415,7 @@ class Fleet:
             self._groups.forget()
             self._epoch = self.cluster.epoch
         groups, self._opened = self._groups.change(plan, pool, {r: self.cluster.incarnation(r) for r in pool})
-        self._call("connect", pool, groups, pool, self.staging_bytes).results()
+        self._call("connect", pool, groups, pool, self.staging_bytes, self.usable_bytes).results()
 
     def _call(self, method: str, ranks: Sequence[int], *arguments: Any) -> Call:
         return self.cluster.call(method, dict.fromkeys(ranks, arguments))

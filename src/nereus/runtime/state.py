@@ -100,7 +100,7 @@ class LocalState:
         return taken
 
     def drop(self, names: Iterable[str] | None = None) -> None:
-        """Let go of tensors (None: of all). What no other state shares is freed: mapped memory at once, whoever still has
+        """Let go of tensors (None: of all). What no other state shares is freed: kept memory at once, whoever still has
         the tensor reads zeros then; other memory with its last reference. Raises KeyError for what is not present."""
         for name in list(self.tensors if names is None else names):
             del self.tensors[name]
@@ -150,12 +150,12 @@ class LocalState:
         return mine is not None and mine == other.holding[name] and self.specs[name] == other.specs[name]
 
     def _tensor_address(self, name: str, segments: dict[Segment, int]) -> TensorAddress:
-        block, tensor = self._blocks[name], self.tensors[name]
-        if tensor.numel() and (block.segment is None or block.segment.file is None):
+        place, tensor = self._blocks[name].place, self.tensors[name]
+        if tensor.numel() and (place is None or place.segment.file is None):
             raise ValueError(f"{name} is not in shared memory: it has no address")
         return TensorAddress(
-            segment=segments.setdefault(block.segment, len(segments)) if block.segment is not None else -1,
-            offset=block.offset,
+            segment=-1 if place is None else segments.setdefault(place.segment, len(segments)),
+            place=(0, 0, 0) if place is None else (place.slot, place.serial, place.offset),
             shape=tuple(tensor.shape),
             dtype=self.specs[name].dtype,
             intervals=self.holding[name],
@@ -183,10 +183,11 @@ class LocalState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorAddress:
-    """One tensor in shared memory. segment: which of the state's (-1: no elements); offset: bytes; shape: the local one."""
+    """One tensor in shared memory. segment: which of the state's (-1: no elements); place: slot, serial number and offset
+    in bytes (`runtime.memory`); shape: the local one."""
 
     segment: int
-    offset: int
+    place: tuple[int, int, int]
     shape: tuple[int, ...]
     dtype: str
     intervals: tuple[Interval, ...]
@@ -219,8 +220,13 @@ class PeerState:
         if at.segment < 0:
             tensor = torch.empty(at.shape, dtype=dtype)
         else:
-            tensor = self._segment(at.segment).tensor(at.offset, at.shape, dtype)
+            tensor = self._segment(at.segment).tensor(at.place, at.shape, dtype)
         return _region(tensor, self._specs[name], at.intervals, start, stop)
+
+    def check(self) -> None:
+        """Raise StateError if anything that was read has been given back since: it may have been overwritten meanwhile."""
+        for segment in self._segments.values():
+            segment.check()
 
     def _segment(self, number: int) -> PeerSegment:
         if number not in self._segments:

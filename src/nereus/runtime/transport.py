@@ -180,7 +180,8 @@ class InProcess:
 class SharedMemoryCopy:
     """CPU ranks of one machine read each other's states, which lie in shared memory (`memory.SharedMemory`).
 
-    A source that dies once its memory has been mapped here does no harm: the memory stays until it is unmapped.
+    A source that dies once its memory has been mapped here does no harm: the memory stays until it is unmapped. One that
+    gives back what is being read is an error at the end of the transfer (`memory`).
     """
 
     one_sided = True
@@ -213,7 +214,10 @@ class SharedMemoryCopy:
         own, others = _incoming(moves, self._me)
         try:
             self._run(_pulls(own, target, origin))
-            return self._run(_pulls(others, target, origin))
+            received_bytes = self._run(_pulls(others, target, origin))
+            for peer in peers.values():
+                peer.check()
+            return received_bytes
         finally:
             peers.clear()  # an error's traceback would keep them mapped
 

@@ -13,6 +13,7 @@ itself knows nothing of models.
 
 from __future__ import annotations
 
+import gc
 from collections import defaultdict
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ from nereus.core.plan import ModelStage, Placement
 from nereus.core.sharding import Holding, Interval, Move, StateSpec, merge_intervals
 from nereus.runtime.checkpoint import read_regions, write_tensors
 from nereus.runtime.groups import Group, GroupTable
-from nereus.runtime.memory import Allocator, DeviceMemory, SharedMemory
+from nereus.runtime.memory import Allocator, DeviceMemory, HostMemory
 from nereus.runtime.state import LocalState, StateAddress
 from nereus.runtime.transport import MESSAGE_BYTES, NO_ADDRESSES, PeerToPeer, SharedMemoryCopy, Transport
 from nereus.runtime.worker import WorkerContext
@@ -36,6 +37,12 @@ Names = Set[str] | None
 """Tensors by name; None for all."""
 
 Addresses = Mapping[int, StateAddress]
+
+GARBAGE_BYTES = 256 * 2**20
+"""Retiring so much state is worth a garbage collection, a tenth of a second: what models hold in cycles cannot be kept."""
+
+KEPT_SHARE = 1 / 2
+"""Of the memory that state leaves, how much kept pages may take between transitions: units need some to work."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +62,8 @@ class UnitStore(Generic[U]):
         self.specs = specs
         self.units: dict[ModelStage, U] = {}
         self._versions: dict[ModelStage, int] = {}
-        self._allocator: Allocator = SharedMemory() if context.shared_memory else DeviceMemory(context.device)
+        self._host = HostMemory(shared=context.shared_memory) if context.device.type == "cpu" else None
+        self._allocator: Allocator = self._host or DeviceMemory(context.device)
         self._states: dict[ModelStage, LocalState] = {}
         self._incoming: dict[ModelStage, LocalState] = {}
         self._arrived: dict[ModelStage, set[str]] = {}
@@ -74,8 +82,15 @@ class UnitStore(Generic[U]):
     def ping(self) -> int:
         return self.me
 
-    def connect(self, groups: Sequence[Group], pool: Sequence[int], staging_bytes: int) -> None:
-        """Open and close communicators so that these are open; transfers go among `pool`, staging at most so much."""
+    def connect(
+        self, groups: Sequence[Group], pool: Sequence[int], staging_bytes: int, usable_bytes: float = float("inf")
+    ) -> None:
+        """Open and close communicators so that these are open; transfers go among `pool`, staging at most so much.
+
+        usable_bytes: what state, kept pages and staging may take together.
+        """
+        if self._host is not None:
+            self._host.limit(usable_bytes - staging_bytes)
         self._messages = None
         self.groups.change(groups)
         if not self.context.shared_memory:
@@ -87,8 +102,9 @@ class UnitStore(Generic[U]):
 
     def retire(self, names: Sequence[ModelStage]) -> None:
         """Take units out of use; their state stays."""
-        for name in names:
-            self.units.pop(name, None)
+        retired = [name for name in names if self.units.pop(name, None) is not None]
+        if sum(self._states[name].num_bytes for name in retired if name in self._states) >= GARBAGE_BYTES:
+            gc.collect()
 
     def forget(self) -> None:
         """Free everything."""
@@ -156,6 +172,8 @@ class UnitStore(Generic[U]):
                 raise StateError(f"{name}: device {self.me} does not hold the shard of its position")
             self.units[name] = self.make_unit(placement, state)
             self._versions[name] = version
+        if self._host is not None:
+            self._host.trim(KEPT_SHARE * self._host.spare_bytes)
         return {name: self._versions[name] for name in self.units}
 
     def consolidate(self) -> dict[ModelStage, Holding]:
@@ -208,6 +226,15 @@ class UnitStore(Generic[U]):
         peak, self._peak_bytes = self._peak_bytes, self._held_bytes()
         staged = 0 if self._messages is None else self._messages.staged_bytes
         return max(peak, self._peak_bytes) + staged
+
+    def kept_bytes(self) -> int:
+        """Pages in no use, kept for the next shards: no part of any other figure here."""
+        return 0 if self._host is None else self._host.kept_bytes
+
+    def trim(self, most_kept_bytes: int = 0) -> None:
+        """Give kept pages back to the system, but for so many bytes."""
+        if self._host is not None:
+            self._host.trim(most_kept_bytes)
 
     # -- inside --------------------------------------------------------------------------------------------------
 

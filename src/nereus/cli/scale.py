@@ -18,7 +18,7 @@ class Scale:
     With fewer, the run gives up those that cost it least. A device that has left is stopped.
     """
 
-    run: tyro.conf.Positional[Path]
+    run: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]
     """The run folder."""
     devices: Annotated[tyro.conf.Positional[int | None], tyro.conf.arg(metavar="N")] = None
     """How many devices there are from then on."""

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from adaptive_story import AdaptiveRun
 
 from nereus.core.events import (
     CheckpointWritten,
@@ -98,3 +99,9 @@ class Story:
 @pytest.fixture(scope="session")
 def story() -> Story:
     return Story()
+
+
+@pytest.fixture(scope="session")
+def adaptive() -> list[Event]:
+    """The events of a run that adapts."""
+    return AdaptiveRun().events

@@ -185,6 +185,40 @@ class Plan:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Status:
+    """Where a run stands: steps, plan, devices, the last decision, memory, losses. It may be going on."""
+
+    run: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]
+    """Folder of the run."""
+    json: bool = False
+    """Print one JSON object on stdout, and nothing else there."""
+
+    def main(self) -> int:
+        from nereus.cli.status import show
+
+        _print_if(self.json, show(Console(stderr=self.json, highlight=False), self.run))
+        return 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Explain:
+    """Why a run changed its plan, or did not: every decision with its numbers, predicted and measured."""
+
+    run: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]
+    """Folder of the run."""
+    decision: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
+    """The number of one decision; without it: a table of all, and the last one."""
+    json: bool = False
+    """Print one JSON object on stdout, and nothing else there."""
+
+    def main(self) -> int:
+        from nereus.cli.explain import show
+
+        _print_if(self.json, show(Console(stderr=self.json, highlight=False), self.run, self.decision))
+        return 0
+
+
+@dataclass(frozen=True, kw_only=True)
 class Bench:
     """Measure what README and docs quote.
 
@@ -285,6 +319,11 @@ class Bench:
         return found, list(table_lines(found))
 
 
+def _print_if(wanted: bool, found: dict[str, Any]) -> None:
+    if wanted:
+        _print_json(found)
+
+
 def _print_json(found: dict[str, Any]) -> None:
     print(json.dumps(_strict(found), allow_nan=False))
 
@@ -328,10 +367,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130
 
 
-def _parse(arguments: Sequence[str] | None) -> Run | Plan | Scale | Bench:
+Command = Run | Status | Explain | Plan | Scale | Bench
+
+
+def _parse(arguments: Sequence[str] | None) -> Command:
     """The command that was asked for. Raises UserError with tyro's complaint, which is a box, as one line."""
-    commands: dict[str, Callable[..., Run | Plan | Scale | Bench]] = {
+    commands: dict[str, Callable[..., Command]] = {
         "run": Run,
+        "status": Status,
+        "explain": Explain,
         "plan": Plan,
         "scale": Scale,
         "bench": Bench,
@@ -339,7 +383,7 @@ def _parse(arguments: Sequence[str] | None) -> Run | Plan | Scale | Bench:
     said = io.StringIO()
     try:
         with contextlib.redirect_stderr(said):
-            command: Run | Plan | Scale | Bench = tyro.extras.subcommand_cli_from_dict(
+            command: Command = tyro.extras.subcommand_cli_from_dict(
                 commands, args=arguments, prog="nereus", description=__doc__, config=(tyro.conf.FlagCreatePairsOff,)
             )
     except SystemExit as error:

@@ -14,8 +14,8 @@ from nereus.core.plan import Plan
 from nereus.telemetry import describe
 from nereus.telemetry.describe import known
 
-POOL, EVERY = "pool", "every"
-"""Signals that are no measurements: the number of devices, and that it is time again."""
+POOL, EVERY, BANDWIDTH = "pool", "every", "bandwidth"
+"""Signals that are told otherwise: the number of devices, that it is time again, bytes a second."""
 
 
 def line(event: DecisionMade, current: Plan | None, unit: str = "s") -> str:
@@ -25,13 +25,11 @@ def line(event: DecisionMade, current: Plan | None, unit: str = "s") -> str:
     """
     option = event.chosen or best(event)
     words = [f"step {event.step}: decision {event.number}, {reason(event)}"]
-    if option is not None:
-        words.append(_numbers(option, unit))
-        if not event.urgent:
-            words.append(repaid(event, option))
     if event.urgent:
         words.append(f"urgent: {urgency(event)}")
-    words.append(verdict(event) + (f": {option['why']}" if option and event.verdict == "refused" else ""))
+    if option is not None:
+        words.append(_numbers(event, option, unit))
+    words.append(verdict(event))
     if event.chosen is not None:
         words.append("; ".join(differences(current, event.chosen)) or "the plan as it is")
     return "; ".join(words)
@@ -59,28 +57,42 @@ def trigger(row: Mapping[str, Any]) -> str:
     """`length_mean +34% (512.0 -> 686.0)`, `pool 8 -> 6 devices`, `10 steps have passed`."""
     signal, value, reference = str(row.get("signal", "?")), row.get("value"), row.get("reference")
     if signal == POOL:
-        return f"pool {_count(reference)} -> {_count(value)} devices"
+        return f"pool {count_words(reference)} -> {count_words(value)} devices"
     if signal == EVERY:
-        return f"{_count(row.get('horizon_steps'))} steps have passed"
-    return f"{signal} {_change(value, reference)} ({_value(reference)} -> {_value(value)})"
+        return f"{count_words(row.get('horizon_steps'))} steps have passed"
+    return f"{signal} {change(value, reference)} ({value_words(signal, reference)} -> {value_words(signal, value)})"
 
 
-def _count(value: Any) -> str:
+def count_words(value: Any) -> str:
+    """A whole number, or `?`."""
     return f"{value:g}" if known(value) else "?"
 
 
-def _value(value: Any) -> str:
-    return f"{value:.3g}" if known(value) and abs(value) >= 1e6 else describe.number(value) if known(value) else "?"
+def value_words(signal: str, value: Any) -> str:
+    """A signal's value: `686.0`, `250.0 MB/s` of a bandwidth."""
+    if not known(value):
+        return "?"
+    return f"{describe.data_size(value)}/s" if signal == BANDWIDTH else describe.number(value)
 
 
-def _change(value: Any, reference: Any) -> str:
+def change(value: Any, reference: Any) -> str:
+    """Relative, `+34%`."""
     return f"{value / reference - 1:+.0%}" if known(value) and known(reference) and reference else "changed"
 
 
-def _numbers(option: Mapping[str, Any], unit: str) -> str:
-    cost = option.get("transition_cost_s")
-    cost_words = f"cost {describe.seconds(cost)} {unit}" if cost is not None else "no way to get there"
-    return f"saves {describe.seconds(option.get('savings_s'))} {unit} a step, {cost_words}"
+def _numbers(event: DecisionMade, option: Mapping[str, Any], unit: str) -> str:
+    """Savings, cost and payback, as far as they were asked for."""
+    cost, savings = option.get("transition_cost_s"), option.get("savings_s")
+    if cost is None:
+        return str(option.get("why") or "no way to get there")
+    cost_words = f"costs {describe.precise(cost)} {unit}"
+    if event.step_latency_s is None:
+        return cost_words
+    if not known(savings) or savings <= 0:
+        slower = f"{describe.precise(-savings)} {unit} a step slower" if known(savings) and savings else "saves nothing"
+        return f"{slower}, {cost_words}"
+    saved = f"saves {describe.precise(savings)} {unit} a step, {cost_words}"
+    return saved if event.urgent else f"{saved}, {repaid(event, option)}"
 
 
 def repaid(event: DecisionMade, option: Mapping[str, Any]) -> str:
@@ -111,12 +123,12 @@ def equation(event: DecisionMade, option: Mapping[str, Any], unit: str = "s") ->
     """Paper Eq. 2 with the numbers put in, and whether it holds; or why it was not asked."""
     cost, savings, payback = option.get("transition_cost_s"), option.get("savings_s"), option.get("payback_steps")
     if event.urgent:
-        return f"not asked, urgent: {urgency(event)}"
+        return f"payback is not asked for, urgent: {urgency(event)}"
     if cost is None:
-        return "not asked: the transition cannot be executed"
+        return "payback is not asked for: the transition cannot be executed"
     if not known(savings) or savings <= 0 or not known(payback):
-        return f"savings {describe.seconds(savings)} {unit}: nothing repays the transition"
-    left = f"cost / savings = {describe.seconds(cost)} {unit} / {describe.seconds(savings)} {unit} = {steps(payback)} steps"
+        return f"savings {describe.precise(savings)} {unit}: nothing repays the transition"
+    left = f"cost / savings = {describe.precise(cost)} {unit} / {describe.precise(savings)} {unit} = {steps(payback)} steps"
     if event.policy in ("any-gain", "every-k-steps"):
         return f"{left}; {limit_words(event)}"
     holds = "<=" if payback <= limit(event) else ">"

@@ -47,6 +47,13 @@ def seconds(value: float | None) -> str:
     return f"{value:.2f}" if value < 10 else f"{value:.1f}" if value < 1000 else f"{value:,.0f}"
 
 
+def precise(value: float | None) -> str:
+    """A time without its unit that others are made of: three digits that matter."""
+    if not known(value):
+        return "-"
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
 def error(predicted: float, measured: float) -> str:
     """` (12% too high)`: how far a prediction was off; nothing where that cannot be said."""
     if not (known(predicted) and known(measured) and measured > 0):
@@ -108,13 +115,18 @@ def start(run: RunStarted) -> str:
     )
 
 
-def chosen(event: PlanChosen, unit: str = "s") -> str:
-    """What the planner chose, in one line: model-stages that are placed alike together."""
+def plan_words(plan: Plan) -> str:
+    """A plan in one line: `actor/training tp2 pp1 dp4 mb8 on 0-7; ...`, those that are placed alike together."""
     alike: dict[str, list[str]] = {}
-    for p in event.plan.placements:
+    for p in plan.placements:
         words = f"{_layout(p)} mb{p.micro_batch}{' recompute' if p.recompute else ''} on {ranges(p.gpus)}"
         alike.setdefault(words, []).append(str(p.model_stage))
-    plan = "; ".join(f"{', '.join(names)} {words}" for words, names in alike.items())
+    return "; ".join(f"{', '.join(names)} {words}" for words, names in alike.items())
+
+
+def chosen(event: PlanChosen, unit: str = "s") -> str:
+    """What the planner chose, in one line."""
+    plan = plan_words(event.plan)
     when = f"step {event.step}: " if event.step else ""
     stages = ", ".join(f"{stage} {seconds(s)}" for stage, s in event.stage_s.items())
     return f"{when}plan: auto chose {plan}; predicted {seconds(event.step_s)} {unit} a step ({stages}); {event.why}"

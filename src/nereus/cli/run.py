@@ -116,6 +116,10 @@ def _check(request: RunRequest, start: Start, prepared: Any, device_type: str) -
         from nereus.telemetry.tracker import TensorBoardTracker
 
         TensorBoardTracker(Path())  # writes nothing yet; raises where tensorboard is not installed
+    if job.adapt.metrics_port is not None:
+        from nereus.telemetry.metrics import check_port
+
+        check_port(job.adapt.metrics_port)
 
 
 def _usable_bytes(start: Start, device_type: str) -> float:
@@ -324,6 +328,12 @@ def _listeners(
         from nereus.telemetry.tracker import TensorBoardTracker
 
         listeners.append(stack.enter_context(TensorBoardTracker(folder.tensorboard_path)).handle)
+    if job.adapt.metrics_port is not None:
+        from nereus.telemetry.metrics import MetricsServer
+
+        metrics = stack.enter_context(MetricsServer(job.adapt.metrics_port))
+        console.print(f"metrics on {metrics.address}", highlight=False)
+        listeners.append(metrics.handle)
     view = view_for(console, clock=time.monotonic, folder=folder.path, history=history)
     listeners.append(stack.enter_context(view).handle)
 

@@ -60,7 +60,9 @@ class Sends:
         self._going: list[tuple[torch.Tensor, Pending]] = []
 
     def add(self, send: tuple[torch.Tensor, Pending]) -> None:
-        self._going = [(buffer, pending) for buffer, pending in self._going if not pending.done]
+        """Let go of those that have completed; raises Aborted when one has failed."""
+        while self._going and self._going[0][1].done:
+            self._going.pop(0)[1].wait()
         self._going.append(send)
 
     def wait(self) -> None:

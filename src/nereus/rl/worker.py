@@ -10,20 +10,28 @@ returns the result. An update is two commands, so that all replicas agree before
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import wraps
+from typing import Concatenate, ParamSpec, TypeVar
 
 import torch
 
 from nereus.core.plan import ACTOR_GENERATION, ModelStage, Placement
-from nereus.core.sharding import StateSpec
+from nereus.core.sharding import Move, StateSpec
+from nereus.core.job import PaceSection
+from nereus.core.measurements import DeviceMeasurements, task_of
 from nereus.engine import optimizer
 from nereus.engine.architecture import Architecture
 from nereus.engine.batch import Sequences
 from nereus.engine.generation import Request, Response, Sampling, generate
 from nereus.engine.unit import Unit, UnitGroups
 from nereus.rl.objectives import Targets
+from nereus.engine.meter import Meter
+from nereus.engine.pace import Pace
 from nereus.runtime.state import LocalState
-from nereus.runtime.unit_store import UnitStore
+from nereus.runtime.transport import NO_ADDRESSES
+from nereus.runtime.unit_store import Addresses, UnitStore
 from nereus.runtime.worker import WorkerContext
 
 PROGRAM = "nereus.rl.worker:RlWorker"
@@ -35,13 +43,42 @@ def state_spec(model_stage: ModelStage, architecture: Architecture) -> StateSpec
     return architecture.training_state if model_stage.stage == "training" else architecture.inference_state
 
 
-class RlWorker(UnitStore[Unit]):
-    """The program of a worker process (`runtime.worker`)."""
+P = ParamSpec("P")
+R = TypeVar("R")
 
-    def __init__(self, context: WorkerContext, architectures: Mapping[ModelStage, Architecture]) -> None:
+
+def _task(
+    command: Callable[Concatenate[RlWorker, ModelStage, P], R],
+) -> Callable[Concatenate[RlWorker, ModelStage, P], R]:
+    """A command that is a part of a model-stage's task, and is measured as such."""
+
+    @wraps(command)
+    def measured(self: RlWorker, name: ModelStage, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        with self._running(command.__name__, name):
+            return command(self, name, *args, **kwargs)
+
+    return measured
+
+
+class RlWorker(UnitStore[Unit]):
+    """The program of a worker process (`runtime.worker`).
+
+    capacity_bytes: what the device may hold; None: whatever there is. pace: a CPU device takes at least the time of the
+    declared one.
+    """
+
+    def __init__(
+        self,
+        context: WorkerContext,
+        architectures: Mapping[ModelStage, Architecture],
+        capacity_bytes: float | None = None,
+        pace: PaceSection | None = None,
+    ) -> None:
         super().__init__(context, {m: state_spec(m, a) for m, a in architectures.items()})
         self._architectures = architectures
         self._norms: dict[ModelStage, torch.Tensor] = {}
+        kept = Pace(pace, check=context.flag.check) if pace is not None and context.device.type == "cpu" else None
+        self.meter = self.groups.watcher = Meter(context.device_id, kept)
 
     def make_unit(self, placement: Placement, state: LocalState) -> Unit:
         name = placement.model_stage
@@ -56,23 +93,28 @@ class RlWorker(UnitStore[Unit]):
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Response] | None:
         """Responses to this unit's requests."""
-        return generate(self.units[ACTOR_GENERATION], requests, sampling)
+        with self._running("generate", ACTOR_GENERATION):
+            return generate(self.units[ACTOR_GENERATION], requests, sampling)
 
+    @_task
     def logprobs(self, name: ModelStage, sequences: Sequences, temperature: float) -> torch.Tensor | None:
         """Log-probabilities of the response tokens, [n, r]."""
         unit = self.units[name]
         return unit.forward(sequences, unit.logprobs(temperature))
 
+    @_task
     def values(self, name: ModelStage, sequences: Sequences) -> torch.Tensor | None:
         """The value before each response token, [n, r]."""
         unit = self.units[name]
         return unit.forward(sequences, unit.response_values)
 
+    @_task
     def scores(self, name: ModelStage, sequences: Sequences) -> torch.Tensor | None:
         """The reward model's score of each sequence, [n, 1]."""
         unit = self.units[name]
         return unit.forward(sequences, unit.final_scores)
 
+    @_task
     def gradients(self, name: ModelStage, sequences: Sequences, targets: Targets) -> tuple[list[float] | None, float]:
         """Accumulate and reduce the gradients of this unit's part of a mini-batch.
 
@@ -86,6 +128,7 @@ class RlWorker(UnitStore[Unit]):
         answer = statistics.tolist() if unit.answers and statistics is not None else None
         return answer, float(self._norms[name])
 
+    @_task
     def update(self, name: ModelStage, settings: optimizer.AdamW) -> None:
         """Apply the gradients that `gradients` left. Local: no rank waits for another."""
         norm = self._norms.pop(name)
@@ -96,3 +139,29 @@ class RlWorker(UnitStore[Unit]):
         """Forget the gradients that `gradients` left."""
         self._norms.pop(name, None)
         optimizer.clear_gradients(self.units[name])
+
+    def synchronise(
+        self, source: ModelStage, target: ModelStage, moves: Sequence[Move], addresses: Addresses = NO_ADDRESSES
+    ) -> int:
+        """See `UnitStore`."""
+        with self._running("synchronise", target):
+            began = self.meter.clock()
+            received = super().synchronise(source, target, moves, addresses)
+            if self.context.shared_memory:  # without messages, which the meter would have seen
+                self.meter.transferred(received, self.meter.clock() - began)
+            return received
+
+    def measurements(self) -> DeviceMeasurements:
+        """What this device measured since it was last asked."""
+        memory = {"resident": self._held_bytes()}
+        return DeviceMeasurements(device=self.me, tasks=self.meter.take(), memory=memory)
+
+    def set_link_factor(self, factor: float) -> None:
+        """From now on the declared links have this share of their bandwidth."""
+        if self.meter.pace is not None:
+            self.meter.pace.link_factor = factor
+
+    @contextmanager
+    def _running(self, command: str, name: ModelStage) -> Iterator[None]:
+        with self.meter.command(task_of(command, name)):
+            yield

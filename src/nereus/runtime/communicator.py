@@ -31,10 +31,10 @@ import socket
 import stat
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
@@ -68,15 +68,46 @@ ReduceOp = Literal["sum", "max"]
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
 
+@dataclass(frozen=True, slots=True)
+class Transmission:
+    """A call that a communicator is about to make, or has made. kind: all_reduce, all_gather, broadcast, send, recv.
+
+    num_bytes: on the wire, as this rank sends or receives them; of an all-reduce, those of a ring. ranks: all that take
+    part; for a send or receive (sender, receiver).
+    """
+
+    purpose: str
+    kind: str
+    ranks: tuple[int, ...]
+    num_bytes: int
+
+
+class Watcher(Protocol):
+    """Is told of all traffic of a rank, on the thread that makes the calls. It may delay them."""
+
+    def starts(self, call: Transmission) -> None:
+        """`call` will be made when this returns."""
+        ...
+
+    def ended(self, call: Transmission, seconds: float, held_s: float) -> None:
+        """`call` is complete, `seconds` after it was made; the caller was held up for `held_s` of them.
+
+        Called before the caller goes on. Not called for what fails, nor on a GPU, where calls are not waited for.
+        """
+        ...
+
+
 class Pending:
     """A send or receive under way; `wait` returns when the buffer may be read or reused."""
 
-    def __init__(self, owner: Communicator, what: str, work: Any) -> None:
+    def __init__(self, owner: Communicator, what: str, work: Any, call: Transmission) -> None:
         self._owner = owner
         self._what = what
         self._work: Any = work
         self._done = threading.Event()
         self._error: BaseException | None = None
+        self._call: Transmission | None = call
+        self._began_s = self._ended_s = time.perf_counter()
 
     def complete(self) -> None:
         """Block until the transfer has ended: for Gloo's waiting threads."""
@@ -85,6 +116,7 @@ class Pending:
         except RuntimeError as error:
             self._error = error
         self._work = None  # it holds the buffer
+        self._ended_s = time.perf_counter()
         self._done.set()
 
     @property
@@ -97,16 +129,21 @@ class Pending:
         if self._owner.backend == "nccl":
             self._owner._complete(self._what, lambda: self._work)  # orders the stream behind it; the host goes on
             return
+        asked_s = time.perf_counter()
         deadline = time.monotonic() + self._owner.timeout_s
         while not self._done.wait(0.02):
             self._owner._check(self._what, deadline)
         if self._error is not None:
             self._owner._broken(self._what, self._error)
+        if self._call is not None and self._owner.watcher is not None:
+            held_s = time.perf_counter() - asked_s
+            self._owner.watcher.ended(self._call, self._ended_s - self._began_s, held_s)
+        self._call = None  # told once, however often it is waited for
 
 
 @dataclass(eq=False)
 class Communicator:
-    """Traffic among `ranks` (device ids); `index` is this process's place among them."""
+    """Traffic among `ranks` (device ids); `index` is this process's place among them. purpose: for the watcher."""
 
     name: str
     ranks: tuple[int, ...]
@@ -115,6 +152,8 @@ class Communicator:
     flag: AbortFlag
     group: Any = None
     backend: str = "gloo"
+    purpose: str = ""
+    watcher: Watcher | None = None
     _sockets: dict[int, int] = field(default_factory=dict)
     _waiters: dict[tuple[str, int], queue.SimpleQueue[Pending | None]] = field(default_factory=dict)
     _failure: str = ""
@@ -130,6 +169,8 @@ class Communicator:
         timeout_s: float,
         flag: AbortFlag,
         device: torch.device,
+        purpose: str = "",
+        watcher: Watcher | None = None,
     ) -> Communicator:
         """Meet the other ranks under `name` (unique in the life of the store) and connect.
 
@@ -137,7 +178,16 @@ class Communicator:
         Raises Aborted when the flag goes up and PeerTimeout when a member does not come.
         """
         backend = "nccl" if device.type == "cuda" else "gloo"
-        made = cls(name=name, ranks=tuple(ranks), rank=rank, timeout_s=timeout_s, flag=flag, backend=backend)
+        made = cls(
+            name=name,
+            ranks=tuple(ranks),
+            rank=rank,
+            timeout_s=timeout_s,
+            flag=flag,
+            backend=backend,
+            purpose=purpose,
+            watcher=watcher,
+        )
         if made.size > 1:
             flag.subscribe(made._on_abort)
             try:
@@ -165,18 +215,23 @@ class Communicator:
         if self.size == 1:
             return tensor
         _require_contiguous("all_reduce", tensor)
-        if self._one_hop(tensor):
-            stacked = self.all_gather(tensor)
-            return tensor.copy_(stacked.sum(0) if op == "sum" else stacked.amax(0))
-        options = dist.AllreduceOptions()
-        options.reduceOp = _OPS[op]  # type: ignore[assignment]  # the stub knows only one of two names of the type
-        self._complete("all_reduce", lambda: self.group.allreduce([tensor], options))
+        with self._watched("all_reduce", 2 * (self.size - 1) * _num_bytes(tensor) // self.size):
+            if self._one_hop(tensor):
+                stacked = self._gathered(tensor)
+                return tensor.copy_(stacked.sum(0) if op == "sum" else stacked.amax(0))
+            options = dist.AllreduceOptions()
+            options.reduceOp = _OPS[op]  # type: ignore[assignment]  # the stub knows only one of two names of the type
+            self._complete("all_reduce", lambda: self.group.allreduce([tensor], options))
         return tensor
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
         """Stack the ranks' equally shaped tensors: [...] -> [size, ...]."""
         if self.size == 1:
             return tensor.unsqueeze(0)
+        with self._watched("all_gather", (self.size - 1) * _num_bytes(tensor)):
+            return self._gathered(tensor)
+
+    def _gathered(self, tensor: torch.Tensor) -> torch.Tensor:
         flat = tensor.reshape(-1)
         output = flat.new_empty((self.size * flat.numel(),))
         if self._one_hop(tensor):
@@ -192,7 +247,8 @@ class Communicator:
             _require_contiguous("broadcast", tensor)
             options = dist.BroadcastOptions()
             options.rootRank = self.ranks.index(source)
-            self._complete("broadcast", lambda: self.group.broadcast([tensor], options))
+            with self._watched("broadcast", _num_bytes(tensor)):
+                self._complete("broadcast", lambda: self.group.broadcast([tensor], options))
         return tensor
 
     def barrier(self, device: torch.device | None = None) -> None:
@@ -234,7 +290,20 @@ class Communicator:
             threading.Thread(target=last.clear, name=f"close {self.name}", daemon=True).start()
 
     def _one_hop(self, tensor: torch.Tensor) -> bool:
-        return self.backend == "gloo" and tensor.numel() * tensor.element_size() * self.size <= ONE_HOP_BYTES
+        return self.backend == "gloo" and _num_bytes(tensor) * self.size <= ONE_HOP_BYTES
+
+    @contextlib.contextmanager
+    def _watched(self, kind: str, num_bytes: int) -> Iterator[None]:
+        """Tell the watcher of a collective."""
+        if self.watcher is None or self.backend == "nccl":
+            yield
+            return
+        call = Transmission(self.purpose, kind, self.ranks, num_bytes)
+        self.watcher.starts(call)
+        began_s = time.perf_counter()
+        yield
+        seconds = time.perf_counter() - began_s
+        self.watcher.ended(call, seconds, seconds)
 
     # -- inside --------------------------------------------------------------------------------------------------
 
@@ -319,12 +388,16 @@ class Communicator:
         if peer == self.rank or peer not in self.ranks:
             raise ValueError(f"{what}: device {peer} is not one of the others of {list(self.ranks)}")
         _require_contiguous(what, tensor)
-        call = self.group.send if what == "send" else self.group.recv
+        ends = (self.rank, peer) if what == "send" else (peer, self.rank)
+        call = Transmission(self.purpose, what, ends, _num_bytes(tensor))
+        if self.watcher is not None and self.backend == "gloo":
+            self.watcher.starts(call)
+        issue = self.group.send if what == "send" else self.group.recv
         try:
-            work = call([tensor], self.ranks.index(peer), tag)
+            work = issue([tensor], self.ranks.index(peer), tag)
         except RuntimeError as error:
             self._broken(what, error)
-        pending = Pending(self, f"{what} {self.rank}<->{peer}", work)
+        pending = Pending(self, f"{what} {self.rank}<->{peer}", work, call)
         if self.backend == "gloo":
             self._waiter(what, peer).put(pending)
         return pending
@@ -379,6 +452,10 @@ def _free_connection(store: dist.Store) -> dist.Store:
         other: dist.Store = store.clone()  # type: ignore[attr-defined]  # the stub lacks it
         return other
     return store
+
+
+def _num_bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
 
 
 def _require_contiguous(what: str, tensor: torch.Tensor) -> None:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from nereus.core.plan import Placement, Plan
 from nereus.runtime.abort import AbortFlag
-from nereus.runtime.communicator import Communicator
+from nereus.runtime.communicator import Communicator, Watcher
 
 Purpose = str
 """tp, down and up (activations and gradients along pp), unit, ends (tied embeddings), dp, pool (state transfers)."""
@@ -77,10 +77,11 @@ class GroupDirectory:
 
 
 class GroupTable:
-    """The open communicators of one rank."""
+    """The open communicators of one rank. watcher: of all that are opened from then on."""
 
     def __init__(self, *, me: int, store: dist.Store, flag: AbortFlag, device: torch.device, timeout_s: float) -> None:
         self._me, self._store, self._flag, self._device, self._timeout_s = me, store, flag, device, timeout_s
+        self.watcher: Watcher | None = None
         self._open: dict[str, Communicator] = {}
         self._by_use: dict[tuple[Purpose, tuple[int, ...]], Communicator] = {}
 
@@ -92,15 +93,15 @@ class GroupTable:
             self._open.pop(name).close()
         for group in mine:
             if group.name not in self._open:
-                self._open[group.name] = self._create(group.name, group.ranks)
+                self._open[group.name] = self._create(group.name, group.ranks, group.purpose)
         self._by_use = {(g.purpose, g.ranks): self._open[g.name] for g in mine}
 
     def get(self, purpose: Purpose, ranks: Sequence[int]) -> Communicator:
         """The communicator for a purpose; a rank that is alone needs none and gets one of size 1."""
         unique = tuple(dict.fromkeys(ranks))
-        return self._create("alone", unique) if len(unique) == 1 else self._by_use[(purpose, unique)]
+        return self._create("alone", unique, purpose) if len(unique) == 1 else self._by_use[(purpose, unique)]
 
-    def _create(self, name: str, ranks: tuple[int, ...]) -> Communicator:
+    def _create(self, name: str, ranks: tuple[int, ...], purpose: Purpose) -> Communicator:
         return Communicator.create(
             store=self._store,
             name=name,
@@ -109,4 +110,6 @@ class GroupTable:
             timeout_s=self._timeout_s,
             flag=self._flag,
             device=self._device,
+            purpose=purpose,
+            watcher=self.watcher,
         )

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
+from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from nereus.core.events import PrimitiveFinished, RunFinished, StageStarted
+from nereus.core.events import DecisionMade, Event, PrimitiveFinished, RunFinished, StageStarted
 from nereus.telemetry.trace import TraceFile
 
 
@@ -56,3 +59,17 @@ def test_spans_of_stages_and_of_primitives_by_device(tmp_path: Path) -> None:
     assert (spans["transition", 0]["ts"], spans["transition", 0]["dur"]) == (100_000_000, 1_000_000)
     assert (spans["generation", 0]["ts"], spans["generation", 0]["dur"]) == (101_000_000, 2_500_000)
     assert spans["destroy actor/training", 0]["dur"] >= 1
+
+
+def test_decisions_pool_changes_failures_and_recoveries_are_instants(tmp_path: Path, adaptive: list[Event]) -> None:
+    path = tmp_path / "trace.json"
+    with TraceFile(path, lambda: 7.0) as trace:
+        for event in adaptive:
+            trace.handle(replace(event, margin=math.nan) if isinstance(event, DecisionMade) else event)
+    marks = [row for row in read(path) if row["ph"] == "i"]
+    assert all(row["ts"] == 7_000_000 and row["s"] in "pt" for row in marks)
+    names = Counter(row["name"] for row in marks)
+    assert names["decision 1: refused"] == 1 and names["decision 7: admitted"] == 1
+    assert names["failed: died"] == 3 and names["recovered"] == 2 and names["joined"] == 2
+    assert {row["tid"] for row in marks if row["name"] == "failed: died"} == {0, 1, 3}, "on the device's row"
+    assert "NaN" not in path.read_text()

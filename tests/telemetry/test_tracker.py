@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from nereus.core.errors import UserError
+from nereus.core.events import Event, StepFinished
 from nereus.telemetry.tracker import TensorBoardTracker
 
 accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
@@ -39,6 +40,24 @@ def test_a_transition_is_text_at_its_step(tmp_path: Path, story: Any) -> None:
     assert entry.step == 4
     [text] = entry.tensor_proto.string_val
     assert "actor/training tp1 pp1 dp8 -> tp2 pp1 dp2" in text.decode() and "state equal: NO" in text.decode()
+
+
+def test_what_was_predicted_and_memory_are_curves_and_decisions_are_text(tmp_path: Path, adaptive: list[Event]) -> None:
+    with TensorBoardTracker(tmp_path) as tracker:
+        for event in adaptive:
+            tracker.handle(event)
+    read = curves(tmp_path)
+    steps = {e.step: e for e in adaptive if isinstance(e, StepFinished)}
+    for tag, value in (
+        ("predicted_seconds/step", lambda e: e.predicted["step"]),
+        ("memory/peak_bytes", lambda e: max(e.peak_bytes.values())),
+        ("signals/bandwidth", lambda e: e.signals["bandwidth"]),
+    ):
+        assert {p.step: p.value for p in read.Scalars(tag)} == pytest.approx({s: value(e) for s, e in steps.items()})
+    assert {p.value for p in read.Scalars("memory/capacity_bytes")} == {4.0 * 2**30}
+    texts = [e.tensor_proto.string_val[0].decode() for e in read.Tensors("decisions/text_summary")]
+    assert len(texts) == 8 and "actor/training tp1 pp1 dp8 -> tp2 pp1 dp4" in texts[1]
+    assert len(read.Tensors("failures/text_summary")) == 5
 
 
 def test_a_step_is_on_disk_as_soon_as_it_was_handled(tmp_path: Path, story: Any) -> None:

@@ -29,6 +29,7 @@ from nereus.core.errors import UserError
 from nereus.core.events import Event, Moved, PrimitiveFinished, RunStarted, StageStarted, StepFinished
 from nereus.core.plan import Plan
 from nereus.runtime.files import write_atomically
+from nereus.telemetry.strict_json import strict
 from nereus.telemetry.trace import TRACE
 
 JOB, EVENTS, METRICS, LOCK = "job.yaml", "events.jsonl", "metrics.jsonl", "lock"
@@ -213,21 +214,8 @@ def _metrics_row(time_s: float, event: StepFinished) -> dict[str, Any]:
 
 
 def _line(row: Mapping[str, Any]) -> bytes:
-    text = json.dumps(_strict(row), ensure_ascii=False, allow_nan=False)
+    text = json.dumps(strict(row), ensure_ascii=False, allow_nan=False)
     return text.encode(errors="backslashreplace") + b"\n"  # a lone surrogate as JSON's own escape
-
-
-def _strict(value: Any) -> Any:
-    """What JSON can say: null for NaN and infinities, which many readers refuse; numbers for 0-d arrays."""
-    if isinstance(value, Mapping):
-        return {str(name): _strict(item) for name, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_strict(item) for item in value]
-    if value is None or isinstance(value, (str, int)):
-        return value
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    return _strict(value.item()) if hasattr(value, "item") else str(value)
 
 
 def _append_line(file: IO[bytes], row: Mapping[str, Any]) -> None:

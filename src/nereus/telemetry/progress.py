@@ -92,13 +92,14 @@ class Progress:
             case DeviceFailed():
                 return replace(self, failures=(*self.failures, event))
             case Recovered():
-                restored = event.restored_from
+                first = self.num_steps if event.restored_from is None else event.restored_from
                 return replace(
                     self,
                     plan=event.plan,
                     devices=event.devices,
                     recoveries=(*self.recoveries, event),
-                    steps=self.steps if restored is None else _before(self.steps, restored),
+                    steps=_before(self.steps, first),
+                    transitions=tuple(t for t in self.transitions if t.step < first),
                 )
             case CheckpointWritten():
                 return replace(self, checkpoint=event)

@@ -76,6 +76,9 @@ class FakePlanner:
             infeasible="" if self.reply else "nothing fits",
         )
 
+    def expect(self, plan: Plan, lengths: Lengths) -> None:
+        pass
+
     def observe(self, plan: Plan, lengths: Lengths, measurements: Mapping[int, Any]) -> Seen:
         return Seen(predicted={"step": 10.0}, peak_bytes={"0": 5}, signals={"bandwidth": 1e9}, fits=self.fits)
 

@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 
-from nereus.api.machine import cache_folder, device_of, device_type_of
-from nereus.api.scenario import ENGINE_STATE, Recompute, Scenario, engine_priors, shape_of
+from nereus.api.machine import available_bytes, cache_folder, device_of, device_type_of
+from nereus.api.scenario import ENGINE_STATE, Recompute, Scenario, engine_priors, paced_priors, shape_of
 from nereus.core.errors import PlanError, UserError
 from nereus.core.events import PlanChosen
-from nereus.core.inventory import CpuHost, DeviceKind, device_kind
-from nereus.core.job import Job, ModelSection, check_plan
+from nereus.core.inventory import CpuHost, DeviceKind, Link, cpu_device, device_kind
+from nereus.core.job import Job, ModelSection, PaceSection, check_plan
 from nereus.core.plan import ACTOR_TRAINING, Model, Plan
 from nereus.core.shapes import ModelShape
 from nereus.core.workload import Workload
@@ -41,7 +41,8 @@ def scenario_of(
     """
     shapes, longest = _shapes(job), job.sampling.max_new_tokens
     mean = longest * FIRST_LENGTH if response_length is None else response_length
-    kind, source = _device(job, device)
+    pace = job.cluster.pace if device is None else None
+    kind, source = _device(job, device) if pace is None else _paced_device(job, pace)
     workload = Workload(
         prompts=job.batch.prompts,
         samples_per_prompt=job.batch.samples_per_prompt,
@@ -54,7 +55,7 @@ def scenario_of(
         **ENGINE_STATE,
     )
     if calibration is None and not isinstance(kind, CpuHost):
-        calibration = engine_priors()
+        calibration = engine_priors() if pace is None else paced_priors()
     own_memory = device is None and job.cluster.memory_gib is not None
     return Scenario(
         name=job.name,
@@ -68,6 +69,7 @@ def scenario_of(
         recompute=recompute,
         calibration=calibration,
         source=source,
+        link=None if pace is None else Link(bandwidth_bytes_s=pace.link_bytes_s, latency_s=pace.latency_s),
     )
 
 
@@ -147,6 +149,13 @@ def _device(job: Job, device: str | DeviceKind | CpuHost | None) -> tuple[Device
     if not isinstance(device, str):
         return device, "given"
     return device_of("cpu") if device.lower() == "cpu" else (device_kind(device), "data sheet")
+
+
+def _paced_device(job: Job, pace: PaceSection) -> tuple[DeviceKind, str]:
+    """The device that CPU devices keep the pace of."""
+    gib = job.cluster.memory_gib
+    memory = available_bytes() / job.cluster.devices if gib is None else gib * 2**30
+    return cpu_device(pace.flops, pace.memory_bytes_s, int(memory)), "emulated"
 
 
 def _prompt_length(job: Job) -> float:

@@ -24,7 +24,7 @@ from nereus.core.inventory import ClusterShape, CpuHost, DeviceKind, Link, clust
 from nereus.core.plan import ACTOR_TRAINING, Model, ModelStage, Placement, Plan
 from nereus.core.shapes import ModelShape
 from nereus.core.workload import Workload
-from nereus.cost.calibration import EAGER_DECODING, Calibration
+from nereus.cost.calibration import EAGER_DECODING, PRIORS, Calibration
 from nereus.cost.model import Candidate, CandidateTable, CostModel, TaskEstimate, divisors
 from nereus.planner.choice import PlanChoice, PlannedPlan, choose
 from nereus.planner.explain import Explanation, explain
@@ -197,7 +197,7 @@ class Scenario:
     def estimate(self, plan: Plan) -> PlanEstimate:
         """What a plan would cost. Raises PlanError where it lacks a model-stage or has one that it cannot have."""
         rows = {m: self._row(plan, m) for m in self.model_stages}
-        candidates = {m: _candidate(self._as_run(plan[m])) for m in rows}
+        candidates = {m: candidate_of(self.as_run(plan[m])) for m in rows}
         tasks = {name: t for c in candidates.values() for name, t in self.cost.estimate(c).items()}
         return PlanEstimate(
             step_latency_s=self._step_latency(plan, {name: t.seconds for name, t in tasks.items()}),
@@ -272,7 +272,7 @@ class Scenario:
         """The placement of a model-stage as a table of one row."""
         if model_stage not in plan:
             raise PlanError(f"plan: {model_stage} is not placed")
-        p = self._as_run(plan[model_stage])
+        p = self.as_run(plan[model_stage])
         table = self.cost.table(
             model_stage,
             max_gpus=len(p.gpus),
@@ -289,7 +289,7 @@ class Scenario:
             )
         return table
 
-    def _as_run(self, p: Placement) -> Placement:
+    def as_run(self, p: Placement) -> Placement:
         """With micro-batches of one size, the largest that p allows: a unit's batch need not be a multiple of p's."""
         training = p.model_stage.stage == "training"
         batch = self.workload.mini_batch if training else self.workload.sequences
@@ -309,7 +309,8 @@ class Scenario:
         return max(ends.values())
 
 
-def _candidate(p: Placement) -> Candidate:
+def candidate_of(p: Placement) -> Candidate:
+    """A placement without its GPUs."""
     return Candidate(
         model_stage=p.model_stage, layout=p.layout, dp=p.dp, micro_batch=p.micro_batch, recompute=p.recompute
     )
@@ -333,6 +334,24 @@ def engine_priors(share: float = 1.0) -> Calibration:
     found = {"launch": Calibration().efficiency("launch"), **EAGER_DECODING}
     return Calibration(
         log_cost={name: -math.log(value * (share if "launch" in name else 1.0)) for name, value in found.items()}
+    )
+
+
+DECLARED = ("gemm", "weights", "attention_decode", "all_reduce/", "gradient_reduce/", "send_recv/", "message/")
+"""Beginnings of the classes whose peak rates a paced device has by declaration."""
+
+NOT_DECLARED = 1000.0
+"""Efficiency of what a paced device does not have to take time for."""
+
+
+def paced_priors() -> Calibration:
+    """Of devices that keep a declared pace (`engine.pace`): what is declared is reached, the rest costs next to nothing."""
+    return Calibration(
+        log_cost={
+            name: -math.log(1.0 if name.startswith(DECLARED) else NOT_DECLARED)
+            for name in PRIORS
+            if "launch" not in name
+        }
     )
 
 

@@ -2,6 +2,7 @@
 
     boundary   supply ──> PoolChanged ──> controller ──> StartReplan ──> planner, in its own thread
                planner's answer ──> ReplanFinished ──> controller ──> StartTransition ──> the loop changes the plan
+    generated  lengths ──> planner, which predicts the step beside the training
     measured   lengths, efficiencies, memory ──> StepMeasured ──> controller
     failed     PoolChanged(lost) ──> controller ──> StartReplan(urgent): the loop waits for the answer
     changed    TransitionEnded ──> controller
@@ -13,10 +14,12 @@ for. All decisions are the controller's (`controller.controller`); nothing is de
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any, Protocol
+
+import numpy as np
 
 from nereus.controller import log
 from nereus.controller.admission import Decision, Option
@@ -57,6 +60,10 @@ class Lengths:
     @classmethod
     def of(cls, metrics: Mapping[str, float]) -> Lengths:
         return cls(mean=metrics["length_mean"], p95=metrics["length_p95"], max=metrics["length_max"])
+
+    @classmethod
+    def seen(cls, lengths: Sequence[int]) -> Lengths:
+        return cls(mean=fmean(lengths), p95=float(np.quantile(lengths, 0.95)), max=float(max(lengths)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,8 +115,12 @@ class Planner(Protocol):
         """To the last question; None while there is none."""
         ...
 
+    def expect(self, plan: Plan, lengths: Lengths) -> None:
+        """Begin to predict what a step of these lengths takes, in another thread."""
+        ...
+
     def observe(self, plan: Plan, lengths: Lengths, measurements: Mapping[int, Any]) -> Seen:
-        """Take in what a step measured, by device; what the plan was predicted to take."""
+        """Take in what a step measured, by device; what was expected of it, as far as that is known by now."""
         ...
 
     def does_not_fit(self, plan: Plan) -> None:
@@ -188,6 +199,7 @@ class AdaptiveDirector:
         if transition is None:
             return  # `failed` is asked next, and tells the controller
         self._leaving &= set(self._fleet.pool)
+        self._bandwidth_planned = None  # of another plan's traffic
         if going is not None:
             self._outcomes.append(
                 _Outcome(
@@ -200,6 +212,9 @@ class AdaptiveDirector:
                 )
             )
             self._tell(TransitionEnded(number=going.number))
+
+    def generated(self, step: int, lengths: Sequence[int]) -> None:
+        self._planner.expect(self._fleet.plan, Lengths.seen(lengths))
 
     def measured(
         self, step: int, metrics: Mapping[str, float], seconds: Mapping[str, float], measurements: Mapping[int, Any]

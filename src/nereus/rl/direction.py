@@ -3,6 +3,7 @@
     boundary   before each step             the change of plan to make now, if any
     failed     after a failure in a step    the pool and the plan to go on with, of what survivors hold
     changed    after each change            it came about, or it failed and `failed` is asked next
+    generated  once a step has rollouts     their lengths, so that there is time to think of them
     measured   after each step              what `StepFinished` says beside the metrics
 
 `FixedDirector` plays the changes of a job file, and takes another plan only when a device fails.
@@ -52,6 +53,10 @@ class Director(Protocol):
 
     def changed(self, step: int, transition: Transition | None) -> None:
         """A change, of `boundary` or of `failed`, came about; None: it failed, and `failed` follows."""
+        ...
+
+    def generated(self, step: int, lengths: Sequence[int]) -> None:
+        """The responses of a step are there: their lengths, tokens. Must not block."""
         ...
 
     def measured(
@@ -109,6 +114,9 @@ class FixedDirector:
         return self._for(step, wanted or pool)
 
     def changed(self, step: int, transition: Transition | None) -> None:
+        pass
+
+    def generated(self, step: int, lengths: Sequence[int]) -> None:
         pass
 
     def measured(

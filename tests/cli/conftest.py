@@ -6,12 +6,12 @@ import multiprocessing
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from nereus.cli.main import main
 from nereus.rl.loop import Trainer
+from nereus.rl.step import StepState
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,17 +56,18 @@ def mistake(nereus: Callable[..., Answer], tmp_path: Path) -> Callable[..., str]
 
 
 @pytest.fixture
-def at_step(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, Callable[[Trainer], None]], None]:
-    """Do something once, when the training of a step is about to begin."""
+def at_step(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Do something when the training of a step is about to begin: once, or whenever that is tried again."""
 
-    def plan(step: int, act: Callable[[Trainer], None]) -> None:
+    def plan(step: int, act: Callable[[Trainer], None], *, again: bool = False) -> None:
         train, done = Trainer._train, list[int]()
 
-        def wrapped(self: Trainer, now: int, experience: Any) -> dict[str, float]:
-            if now == step and not done:
-                done.append(now)
+        def wrapped(self: Trainer, at: StepState) -> None:
+            at.stage = "training"
+            if at.step == step and (again or not done):
+                done.append(step)
                 act(self)
-            return train(self, now, experience)
+            train(self, at)
 
         monkeypatch.setattr(Trainer, "_train", wrapped)
 

@@ -13,7 +13,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from nereus.core.events import CheckpointWritten, PlanChosen, RunFinished, RunStarted, StepFinished, TransitionFinished
+from nereus.core.events import (
+    CheckpointWritten,
+    DeviceFailed,
+    PlanChosen,
+    Recovered,
+    RunFinished,
+    RunStarted,
+    StepFinished,
+    TransitionFinished,
+)
 from nereus.rl.loop import Trainer
 from nereus.telemetry.folder import read_events
 
@@ -151,25 +160,45 @@ def test_replay(nereus: Callable[..., Any], mistake: Callable[..., str], write_j
 # -- failures ------------------------------------------------------------------------------------------------------
 
 
-def kill(device: int) -> Callable[[Trainer], None]:
+def kill(*devices: int) -> Callable[[Trainer], None]:
     def act(trainer: Trainer) -> None:
         cluster: Any = trainer.fleet.cluster
-        os.kill(cluster.process_id(device), signal.SIGKILL)
+        for process in [cluster.process_id(device) for device in devices]:
+            os.kill(process, signal.SIGKILL)
 
     return act
 
 
-@pytest.mark.parametrize("every", [0, 1, 2])
 def test_a_device_that_dies(
+    nereus: Callable[..., Any], write_job: WriteJob, tmp_path: Path, at_step: Callable[..., None]
+) -> None:
+    """It had the only copy of half of the actor: the run goes back to its start, and on with the other device alone."""
+    at_step(3, kill(1))
+    changes = [{"step": 2, "plan": {"actor/training": {"tp": 2}}}, {"step": 4, "devices": 2}]
+    answer = nereus("run", write_job(steps=5, changes=changes), "--json")
+    assert answer.exit_code == 0, answer.stderr
+    summary = json.loads(answer.stdout)
+    assert summary["samples"] == {"trained": 5 * 8 * 2, "repeated": 0, "skipped": 0}
+    events = [record.event for record in read_events(only(tmp_path / "runs"))]
+    (failed,) = [e for e in events if isinstance(e, DeviceFailed)]
+    assert (failed.step, failed.stage, failed.device, failed.kind) == (3, "training", 1, "died")
+    (recovered,) = [e for e in events if isinstance(e, Recovered)]
+    assert (recovered.step, recovered.stage, recovered.devices) == (3, "training", (0,))
+    assert recovered.restored_from == 0
+    assert recovered.plan.gpus == (0,) and 0 < recovered.seconds < 60
+    assert [t["step"] for t in summary["transitions"]] == [2, 4]
+
+
+@pytest.mark.parametrize("every", [0, 1, 2])
+def test_the_last_device_dies(
     nereus: Callable[..., Any], write_job: WriteJob, tmp_path: Path, at_step: Callable[..., None], every: int
 ) -> None:
-    at_step(3, kill(1))
+    at_step(3, kill(0, 1))
     changes = [{"step": 2, "plan": {"actor/training": {"tp": 2}}}]
     answer = nereus("run", write_job(steps=5, run={"checkpoint_every": every}, changes=changes), "--json")
     assert answer.exit_code == 1 and answer.stdout == ""
     *_, last = answer.stderr.splitlines()
-    assert last.startswith("nereus: error: device 1 died (killed by SIGKILL) while running ")
-    assert "in step 3;" in last
+    assert last.startswith("nereus: error: no device is left, in step 3; ")
     assert "Traceback" not in answer.stderr
     folder = only(tmp_path / "runs")
     if every == 0:
@@ -187,19 +216,23 @@ def test_a_device_that_dies(
 
 
 def test_an_error_inside_a_device(
-    nereus: Callable[..., Any], write_job: WriteJob, at_step: Callable[..., None]
+    nereus: Callable[..., Any], write_job: WriteJob, tmp_path: Path, at_step: Callable[..., None]
 ) -> None:
-    def act(trainer: Trainer) -> None:
-        trainer.fleet.cluster.call("no_such_command", {0: ()}).results()
+    """The first time it may be the device, which is left out; the same on another one is an error of the program."""
 
-    at_step(1, act)
-    answer = nereus("run", write_job(), "--json")
+    def act(trainer: Trainer) -> None:
+        trainer.fleet.cluster.call("no_such_command", {trainer.fleet.pool[0]: ()}).results()
+
+    at_step(1, act, again=True)
+    answer = nereus("run", write_job(cluster={"devices": 3}), "--json")
     assert answer.exit_code == 1 and answer.stdout == ""
     (line,) = [line for line in answer.stderr.splitlines() if line.startswith("nereus: error:")]
-    assert "device 0 failed while running no_such_command: AttributeError: " in line and "in step 1" in line
+    assert "device 1 failed while running no_such_command: AttributeError: " in line and "in step 1" in line
     after = answer.stderr.partition(line)[2]
     assert after.count("Traceback") == 1, "the worker's, and none of ours"
     assert after.rstrip().splitlines()[-1].startswith("AttributeError: ")
+    events = [record.event for record in read_events(only(tmp_path / "runs"))]
+    assert [(e.device, e.kind) for e in events if isinstance(e, DeviceFailed)] == [(0, "error")]
 
 
 def test_a_full_disk(nereus: Callable[..., Any], write_job: WriteJob, at_step: Callable[..., None]) -> None:

@@ -264,6 +264,7 @@ class Rig:
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = InstallingCluster(cluster)
         self.fleet = Fleet(self.cluster, {})
+        self.updates: dict[ModelStage, int] = {}
 
     def install(self, models: Mapping[ModelStage, TinyModel], plan: Plan) -> None:
         """Units of these models under a plan, with their weights from files; what was there before is gone."""
@@ -296,8 +297,9 @@ class Rig:
         """(statistics summed over units, norm); sequences are dealt out over dp, unevenly where it does not divide."""
         placement, parts = self.fleet.plan[name], self._dealt(name, len(batch.prompts))
         found = self.by_unit("gradients", name, [(batch.sequences.rows(i), targets.rows(i)) for i in parts])
-        norms = {norm for _, norm in found.values()}
+        norms = {norm for _, norm, _ in found.values()}
         assert len(norms) == 1, f"ranks disagree on the norm: {found}"
+        (self.updates[name],) = {updates for _, _, updates in found.values()}
         answers = [found[placement.output_gpu(unit)][0] for unit in range(placement.dp)]
         return [sum(column) for column in zip(*answers, strict=True)], norms.pop()
 
@@ -309,7 +311,10 @@ class Rig:
         return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
 
     def update(self, name: ModelStage, settings: AdamW) -> None:
-        self.cluster.call("update", dict.fromkeys(self.fleet.plan[name].gpus, (name, settings))).results()
+        number = self.updates[name]
+        arguments = dict.fromkeys(self.fleet.plan[name].gpus, (name, number, settings))
+        done = self.cluster.call("update", arguments).results()
+        assert set(done.values()) == {number + 1}
 
     def discard(self, name: ModelStage) -> None:
         self.cluster.call("discard", dict.fromkeys(self.fleet.plan[name].gpus, (name,))).results()

@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 
 from nereus.core.errors import UserError
 from nereus.rl.ledger import read_ledger
-from nereus.rl.loop import _shuffled
 from nereus.rl.rollouts import check_recorded
+from nereus.rl.step import shuffled
 from nereus.telemetry.folder import read_events
 
 Run = Callable[..., dict[str, Any]]
@@ -294,9 +294,9 @@ def test_what_cannot_be_replayed(one_device: Run, tmp_path: Path) -> None:
 # -- the order of samples ------------------------------------------------------------------------------------------
 
 
-def test_the_first_epoch_is_in_order_and_others_are_shuffled() -> None:
-    assert (_shuffled(16, 0, 3, 0) == np.arange(16)).all()
-    orders = {tuple(_shuffled(16, seed, step, epoch)) for seed in (0, 1) for step in (0, 1) for epoch in (1, 2)}
+def test_the_first_epoch_is_in_order_and_others_areshuffled() -> None:
+    assert (shuffled(16, 0, 3, 0) == np.arange(16)).all()
+    orders = {tuple(shuffled(16, seed, step, epoch)) for seed in (0, 1) for step in (0, 1) for epoch in (1, 2)}
     assert len(orders) == 8, "every (seed, step, epoch) has its own"
     assert all(sorted(order) == list(range(16)) for order in orders)
-    assert (_shuffled(16, 1, 1, 2) == _shuffled(16, 1, 1, 2)).all()
+    assert (shuffled(16, 1, 1, 2) == shuffled(16, 1, 1, 2)).all()

@@ -27,6 +27,7 @@ from nereus.cli.start import Start, fresh, resumed
 from nereus.core.errors import PlanError, StateError, UserError
 from nereus.core.events import CheckpointWritten, Event, RunFinished, RunStarted, TransitionFinished
 from nereus.core.job import Job
+from nereus.core.plan import Plan
 from nereus.runtime.files import write_atomically
 from nereus.telemetry.folder import RunFolder, check_is_run, read_events
 from nereus.telemetry.progress import Progress, first_and_last
@@ -67,6 +68,7 @@ def run_job(request: RunRequest, console: Console) -> dict[str, Any]:
             raise UserError("a job file is needed: nereus run JOB.yaml, or nereus run --resume RUN")
         # torch and transformers take seconds to import: not before the job itself is known to be right.
         from nereus.rl.changes import lay_out
+        from nereus.rl.direction import Unrecoverable
         from nereus.rl.setup import prepare
         from nereus.runtime.cluster import WorkerDied, WorkerFailed
 
@@ -84,7 +86,7 @@ def run_job(request: RunRequest, console: Console) -> dict[str, Any]:
             write_atomically(folder.job_path, dump_job(job))
         try:
             return _run(request, start, prepared, folder, device_type, console)
-        except (KeyboardInterrupt, OSError, StateError, WorkerDied, WorkerFailed) as error:
+        except (KeyboardInterrupt, OSError, StateError, Unrecoverable, WorkerDied, WorkerFailed) as error:
             raise _failed(error, folder) from error
 
 
@@ -136,10 +138,12 @@ def _run(
     device_type: str,
     console: Console,
 ) -> dict[str, Any]:
+    from nereus.api.jobs import AutoPlanner
+    from nereus.rl.direction import FixedDirector
     from nereus.rl.ledger import Ledger
     from nereus.rl.loop import Trainer
     from nereus.rl.rollouts import Replay
-    from nereus.rl.saving import save_checkpoint
+    from nereus.rl.saving import restart_point, save_checkpoint
     from nereus.rl.worker import PRELOAD, PROGRAM
     from nereus.runtime.backends import make_cluster
     from nereus.runtime.fleet import Fleet
@@ -199,9 +203,12 @@ def _run(
             seconds = time.monotonic() - saved_from
             emit(CheckpointWritten(step=step, path=str(path), num_bytes=num_bytes, seconds=seconds))
 
-        def at_boundary(step: int) -> None:
-            if job.run.checkpoint_every and step % job.run.checkpoint_every == 0:
+        def at_boundary(step: int, last: bool) -> None:
+            if last or (job.run.checkpoint_every and step % job.run.checkpoint_every == 0):
                 save(step)
+
+        def replan(devices: Sequence[int], current: Plan) -> Plan:
+            return AutoPlanner(job)(0, devices, current)
 
         stop = stack.enter_context(_interruptible(console))
         trainer = Trainer(
@@ -210,14 +217,15 @@ def _run(
             fleet=fleet,
             ledger=ledger,
             emit=emit,
-            changes=start.changes,
+            director=FixedDirector(start.changes, replan, fleet),
             generator=Replay(request.replay / ROLLOUTS) if request.replay is not None else None,
             rollout_folder=folder.path / ROLLOUTS if job.run.record_rollouts else None,
             stop=stop,
             at_boundary=at_boundary,
+            models=prepared.sources,
+            restore=lambda: restart_point(folder.checkpoints_path, prepared),
         )
         last = trainer.run(start.first_step)
-        save(last)
         summary = summarise(folder, job, time.monotonic() - began)
         facts = {name: value for name, value in summary.items() if name != "history"}
         counts = {f"samples_{name}": value for name, value in summary["samples"].items()}

@@ -19,6 +19,9 @@ from nereus.engine.architecture import COUNTERS, MOMENTS
 from nereus.engine.unit import Unit
 from nereus.runtime.communicator import Communicator
 
+TORN = -1
+"""The update count of a shard that an error has left in the middle of a step: its values are of no use."""
+
 BUCKET_BYTES = 25 * 2**20
 """Gradients are reduced in flat buckets of about this size: one message costs as much as 100 KB of data."""
 
@@ -118,24 +121,24 @@ def _counted_here(unit: Unit, name: str) -> bool:
 
 @torch.no_grad()
 def step(unit: Unit, settings: AdamW, norm: torch.Tensor) -> None:
-    """Clip, update all local parameters, clear the gradients, count the update."""
+    """Clip, update all local parameters, clear the gradients, count the update: after an error the count is TORN."""
     names = list(unit.module.parameters)
     parameters = [unit.module.parameters[n] for n in names]
     gradients = [p.grad for p in parameters if p.grad is not None]
+    from torch.optim.adamw import adamw
+
+    counters, before = unit.state.tensors[COUNTERS], updates(unit)
+    counters[0] = TORN
     if settings.max_grad_norm > 0:
         scale = (settings.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
         torch._foreach_mul_(gradients, scale.float())
-    counters = unit.state.tensors[COUNTERS]
-    updates = int(counters[0])
-    from torch.optim.adamw import adamw
-
     adamw(
         [p.data for p in parameters],
         gradients,
         [unit.state.tensors[f"{MOMENTS[0]}/{n}"] for n in names],
         [unit.state.tensors[f"{MOMENTS[1]}/{n}"] for n in names],
         [],
-        [torch.tensor(float(updates)) for _ in names],
+        [torch.tensor(float(before)) for _ in names],
         foreach=True,
         amsgrad=False,
         beta1=settings.betas[0],
@@ -145,8 +148,13 @@ def step(unit: Unit, settings: AdamW, norm: torch.Tensor) -> None:
         eps=settings.eps,
         maximize=False,
     )
-    counters[0] = updates + 1
+    counters[0] = before + 1
     clear_gradients(unit)
+
+
+def updates(unit: Unit) -> int:
+    """How many updates this rank's shard has had."""
+    return int(unit.state.tensors[COUNTERS][0])
 
 
 def clear_gradients(unit: Unit) -> None:

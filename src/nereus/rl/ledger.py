@@ -75,6 +75,12 @@ class Ledger:
         self._file.flush()
         os.fsync(self._file.fileno())
 
+    def cut(self, size: int) -> None:
+        """Forget all updates after the first `size` bytes, as the weights do when a checkpoint is restored."""
+        self._file.truncate(size)
+        self._file.seek(size)
+        os.fsync(self._file.fileno())
+
     @property
     def size(self) -> int:
         return self._file.tell()

@@ -15,14 +15,15 @@ from pathlib import Path
 from typing import Any
 
 from nereus.core.errors import UserError
-from nereus.core.plan import ACTOR_TRAINING, CRITIC_TRAINING, ModelStage, Plan
+from nereus.core.plan import ModelStage, Plan
 from nereus.core.sharding import StateSpec
+from nereus.rl.recovery import Restart
 from nereus.rl.setup import TOKENIZER_FILES, Prepared
+from nereus.rl.step import TRAINED
 from nereus.runtime.checkpoint import MANIFEST, find_tensors, read_manifest, write_manifest
 from nereus.runtime.files import sync_folder, write_atomically
 from nereus.runtime.fleet import Fleet, Source
 
-TRAINED = (ACTOR_TRAINING, CRITIC_TRAINING)
 FORMAT = 1
 
 
@@ -122,3 +123,12 @@ def _restored(folder: Path, facts: Mapping[str, Any]) -> Restored:
         # TRAINED is also the order of the digest.
         sources={name: Source(files=find_tensors(folder / name.model)) for name in TRAINED if name in plan},
     )
+
+
+def restart_point(root: Path, prepared: Prepared) -> Restart:
+    """The newest checkpoint; before there is one, the job's own models and step 0. Raises UserError for a damaged one."""
+    if not checkpoints(root):
+        models = {name: source for name, source in prepared.sources.items() if name in TRAINED}
+        return Restart(step=0, ledger_bytes=0, sources=models)
+    found = newest_checkpoint(root)
+    return Restart(step=found.step, ledger_bytes=found.ledger_bytes, sources=found.sources, digest=found.digest)

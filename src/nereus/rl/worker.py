@@ -4,7 +4,9 @@ Every command that computes is given to all ranks of a unit with the same argume
 returns the result. An update is two commands, so that all replicas agree before any of them steps:
 
     gradients   forward, backward, reduction over all ranks -> statistics, norm
-    update      clip and step; purely local
+    update      clip and step; purely local, and only once however often it is asked for
+
+So whoever is left after a death between the two can still apply the update, or discard it, and all do the same.
 """
 
 from __future__ import annotations
@@ -17,18 +19,18 @@ from typing import Concatenate, ParamSpec, TypeVar
 
 import torch
 
-from nereus.core.plan import ACTOR_GENERATION, ModelStage, Placement
-from nereus.core.sharding import Move, StateSpec
 from nereus.core.job import PaceSection
 from nereus.core.measurements import DeviceMeasurements, task_of
+from nereus.core.plan import ACTOR_GENERATION, ModelStage, Placement
+from nereus.core.sharding import Move, StateSpec
 from nereus.engine import optimizer
 from nereus.engine.architecture import Architecture
 from nereus.engine.batch import Sequences
 from nereus.engine.generation import Request, Response, Sampling, generate
-from nereus.engine.unit import Unit, UnitGroups
-from nereus.rl.objectives import Targets
 from nereus.engine.meter import Meter
 from nereus.engine.pace import Pace
+from nereus.engine.unit import Unit, UnitGroups
+from nereus.rl.objectives import Targets
 from nereus.runtime.state import LocalState
 from nereus.runtime.transport import NO_ADDRESSES
 from nereus.runtime.unit_store import Addresses, UnitStore
@@ -75,13 +77,14 @@ class RlWorker(UnitStore[Unit]):
         pace: PaceSection | None = None,
     ) -> None:
         super().__init__(context, {m: state_spec(m, a) for m, a in architectures.items()})
-        self._architectures = architectures
-        self._norms: dict[ModelStage, torch.Tensor] = {}
         kept = Pace(pace, check=context.flag.check) if pace is not None and context.device.type == "cpu" else None
         self.meter = self.groups.watcher = Meter(context.device_id, kept)
+        self._architectures = architectures
+        self._norms: dict[ModelStage, torch.Tensor] = {}
 
     def make_unit(self, placement: Placement, state: LocalState) -> Unit:
         name = placement.model_stage
+        self._norms.pop(name, None)
         return Unit(
             self._architectures[name],
             placement,
@@ -115,10 +118,12 @@ class RlWorker(UnitStore[Unit]):
         return unit.forward(sequences, unit.final_scores)
 
     @_task
-    def gradients(self, name: ModelStage, sequences: Sequences, targets: Targets) -> tuple[list[float] | None, float]:
+    def gradients(
+        self, name: ModelStage, sequences: Sequences, targets: Targets
+    ) -> tuple[list[float] | None, float, int]:
         """Accumulate and reduce the gradients of this unit's part of a mini-batch.
 
-        Returns (this unit's summed statistics, on the answering rank; the norm of the whole gradient).
+        Returns (this unit's summed statistics, on the answering rank; the norm of the whole gradient; the updates so far).
         """
         unit = self.units[name]
         optimizer.clear_gradients(unit)
@@ -126,14 +131,21 @@ class RlWorker(UnitStore[Unit]):
         optimizer.reduce_gradients(unit)
         self._norms[name] = optimizer.gradient_norm(unit)
         answer = statistics.tolist() if unit.answers and statistics is not None else None
-        return answer, float(self._norms[name])
+        return answer, float(self._norms[name]), optimizer.updates(unit)
 
     @_task
-    def update(self, name: ModelStage, settings: optimizer.AdamW) -> None:
-        """Apply the gradients that `gradients` left. Local: no rank waits for another."""
-        norm = self._norms.pop(name)
-        assert math.isfinite(norm), "an update with a gradient that is not finite must be discarded"
-        optimizer.step(self.units[name], settings, norm)
+    def update(self, name: ModelStage, number: int, settings: optimizer.AdamW) -> int:
+        """Apply the gradients that `gradients` left after `number` updates, unless that is done; returns the updates so far.
+
+        Local: no rank waits for another. After an error in the middle of a step the answer is `optimizer.TORN`.
+        """
+        unit = self.units[name]
+        if optimizer.updates(unit) == number:
+            norm = self._norms[name]
+            assert math.isfinite(norm), "an update with a gradient that is not finite must be discarded"
+            optimizer.step(unit, settings, norm)
+            del self._norms[name]
+        return optimizer.updates(unit)
 
     def discard(self, name: ModelStage) -> None:
         """Forget the gradients that `gradients` left."""

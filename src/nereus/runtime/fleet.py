@@ -248,6 +248,13 @@ class Fleet:
         lost = {name: missing(self.specs[name], self._owners.of(name)) for name in self.specs}
         return {name: regions for name, regions in lost.items() if regions and name != ACTOR_GENERATION}
 
+    def drop(self, names: Sequence[ModelStage]) -> None:
+        """Free what devices hold of model-stages that the next change will load from files. Only after `salvage`."""
+        for name in names:
+            self._call("settle", sorted(self._owners.of(name)), name, None, True).results()
+            for gpu in [*self._owners.of(name)]:
+                self._owners.set(name, gpu, None, None)
+
     def _run(self, plan: Plan, sources: Mapping[ModelStage, Source], on_span: OnSpan | None) -> Transition:
         began = self.clock()
         self._connect(plan, self.pool)
@@ -298,6 +305,13 @@ class Fleet:
     def _changes(self, name: ModelStage, plan: Plan) -> bool:
         before, after = (p[name] if name in p else None for p in (self.plan, plan))  # noqa: SIM401
         return before != after
+
+    def held_bytes(self) -> dict[ModelStage, dict[int, float]]:
+        """Model-stage -> device -> bytes of its shard there."""
+        return {
+            name: {gpu: float(spec.holding_bytes(h)) for gpu, h in self._owners.of(name).items()}
+            for name, spec in self.specs.items()
+        }
 
     def _held_bytes(self, name: ModelStage) -> int:
         spec = self.specs[name]

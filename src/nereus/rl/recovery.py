@@ -1,0 +1,276 @@
+"""After a failure in a step: settle what was in flight, find out what is left, take a plan for it, go on in the same step.
+
+    blame      which devices are gone; a device with an error of its own is stopped           DeviceFailed
+    settle     the update in flight is applied by all that are left, or discarded by all
+    salvage    what survivors hold becomes the record
+    go on      the director's pool and plan; what no device has any more comes from files     Recovered
+
+More may fail in the middle of that: then it begins again, with fewer devices. A last copy of a frozen model is read from
+the job's model files. One of a trained model means a restore: the whole job goes back to its newest checkpoint, both
+trained models and the ledger together. `docs/loop.md` says which failures end a run all the same.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from nereus.core.errors import StateError, UserError
+from nereus.core.events import DeviceFailed, Event, Recovered
+from nereus.core.job import PlannedChange
+from nereus.core.plan import ACTOR_GENERATION, ModelStage
+from nereus.rl.direction import Director, Unrecoverable, out_of_memory
+from nereus.rl.ledger import Ledger
+from nereus.rl.step import TRAINED, StepState
+from nereus.rl.updates import Order, Updates, is_done
+from nereus.runtime.cluster import WorkerDied, WorkerFailed
+from nereus.runtime.executor import OnSpan
+from nereus.runtime.fleet import Fleet, Source
+
+FAULTS = (WorkerDied, WorkerFailed)
+"""What a step survives."""
+
+WAITS = ("Aborted", "PeerTimeout")
+"""Errors of a worker that has nothing wrong with itself: it waited for somebody."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Restart:
+    """Where a job can be taken up again from files. sources: of both trained model-stages; digest: of these, if known."""
+
+    step: int
+    ledger_bytes: int
+    sources: Mapping[ModelStage, Source]
+    digest: str = ""
+
+
+@dataclass
+class Recovery:
+    """See the module. models: the job's own files of every model-stage. restore: the newest point to restart from.
+
+    on_span: what is told of the primitives of a change before a step.
+    """
+
+    fleet: Fleet
+    ledger: Ledger
+    director: Director
+    updates: Updates
+    emit: Callable[[Event], None]
+    clock: Callable[[], float]
+    on_span: Callable[[int], OnSpan]
+    models: Mapping[ModelStage, Source]
+    restore: Callable[[], Restart] | None
+    _present: set[int] = field(default_factory=set)
+    _errors: Counter[tuple[int, str, str]] = field(default_factory=Counter)
+
+    def watch(self) -> None:
+        """The devices that are there now: any that is not there later has failed, unless it was stopped in between."""
+        self._present = set(self.fleet.pool)
+
+    def recover(self, at: StepState, failure: WorkerDied | WorkerFailed) -> StepState:
+        """Returns the step to go on with: `at`, or the start of an earlier one after a restore.
+
+        Raises Unrecoverable; the failure itself where going on would only repeat it.
+        """
+        began, stage, rolled = self.clock(), at.stage, ""
+        redone = _redone(at)
+        while True:
+            self._blame(at.step, stage, failure)
+            try:
+                rolled = self._settle(at) or rolled
+                after, restored_from = self._go_on(at, stage, failure)
+                break
+            except FAULTS as another:
+                failure, stage = another, "transition"
+            except StateError:
+                if self._present <= set(self.fleet.pool):
+                    raise  # it is not that a device died between being asked and being used
+        self._tell_recovered(at, after, self.clock() - began, rolled or "none", redone, restored_from)
+        return after
+
+    def restart(self, at: StepState, change: PlannedChange) -> None:
+        """Reach a plan by way of the checkpoint that was just written, where there is no other way."""
+        began = self.clock()
+        self.fleet.salvage()
+        after, step = self._go_back(at, change, list(self.fleet.specs))
+        if step != at.step:
+            raise Unrecoverable(f"before step {at.step} only the checkpoint of step {step} is there to restart from")
+        self._tell_recovered(at, after, self.clock() - began, "none", (), step)
+
+    def _tell_recovered(
+        self,
+        at: StepState,
+        after: StepState,
+        seconds: float,
+        rolled: str,
+        redone: tuple[str, ...],
+        restored_from: int | None,
+    ) -> None:
+        self.emit(
+            Recovered(
+                step=at.step,
+                stage=at.stage,
+                devices=self.fleet.pool,
+                plan=self.fleet.plan,
+                seconds=seconds,
+                rolled=rolled,
+                redone=redone if restored_from is None else (),
+                restored_from=restored_from,
+            )
+        )
+        after.seconds["recovery"] = after.seconds.get("recovery", 0.0) + seconds
+
+    # -- who it was ----------------------------------------------------------------------------------------------
+
+    def _blame(self, step: int, stage: str, failure: WorkerDied | WorkerFailed) -> None:
+        """Say which devices are gone, and stop one whose process is suspect. Raises the failure if it is a bug."""
+        gone = self._bury(step, stage, failure)
+        if gone or isinstance(failure, WorkerDied):
+            return
+        kind, what = failure.failure.kind, f"{failure.running}: {_one_line(failure)}"
+        if out_of_memory(failure):
+            self._tell(step, stage, failure.device, "out of memory", what)
+            return
+        self._errors[(step, stage, kind)] += 1
+        if self._errors[(step, stage, kind)] > 1 or set(self.fleet.pool) == {failure.device}:
+            raise failure  # the same again, though not on the same device: it is not the device
+        if kind in WAITS:
+            self._tell(step, stage, failure.device, "silent" if kind == "PeerTimeout" else "error", what)
+        else:
+            self._stop(step, stage, failure.device, what)
+
+    def _bury(self, step: int, stage: str, failure: WorkerDied | WorkerFailed | None = None) -> set[int]:
+        """Report every device that has gone since it was last looked at."""
+        gone = self._present - set(self.fleet.pool)
+        if isinstance(failure, WorkerDied):
+            gone.add(failure.device)  # it may have died while it was started
+        for device in sorted(gone):
+            silent_s, why = None, "its process has ended"
+            if isinstance(failure, WorkerDied) and failure.device == device:
+                silent_s, why = getattr(failure, "silent_s", None), str(failure)
+            self._tell(step, stage, device, "died" if silent_s is None else "silent", why, silent_s)
+        self._present -= gone
+        return gone
+
+    def _stop(self, step: int, stage: str, device: int, why: str) -> None:
+        """Leave a device out whose process cannot be trusted any more, with what it holds."""
+        self.fleet.cluster.stop([device])
+        self._present.discard(device)
+        self._tell(step, stage, device, "error", why)
+
+    def _tell(
+        self, step: int, stage: str, device: int, kind: str, why: str, detect_seconds: float | None = None
+    ) -> None:
+        self.emit(
+            DeviceFailed(step=step, stage=stage, device=device, kind=kind, why=why, detect_seconds=detect_seconds)
+        )
+
+    # -- what was in flight --------------------------------------------------------------------------------------
+
+    def _settle(self, at: StepState) -> str:
+        """All that are left do the same about what was in flight; returns what that was, if anything."""
+        if at.counting:
+            for order in self.updates.counts(at.step):
+                self._everywhere_left(at, order)
+            at.counting, at.counted = False, True
+        if at.in_flight is not None:
+            found = self._everywhere_left(at, self.updates.order(at.in_flight))
+            for device, updates in found.items():
+                if not is_done(at.in_flight, updates):
+                    self._stop(at.step, at.stage, device, f"it stopped in the middle of update {at.in_flight.number}")
+            rolled = "discarded by all" if at.in_flight.settings is None else "applied by all"
+            self.updates.finish(at)
+            return rolled
+        if at.computing is not None:
+            at.computing = None  # the gradients go with the units
+            return "discarded by all"
+        return ""
+
+    def _everywhere_left(self, at: StepState, order: Order) -> dict[int, object]:
+        """Every device of a model-stage that is left is given an order, until all have carried it out.
+
+        One that cannot is stopped: its copy would differ from the others.
+        """
+        method, name, arguments = order
+        while True:
+            left = [d for d in self.fleet.plan[name].gpus if d in self.fleet.pool]
+            try:
+                return self.fleet.cluster.call(method, dict.fromkeys(left, (name, *arguments))).results()
+            except WorkerDied as death:
+                self._bury(at.step, at.stage, death)
+            except WorkerFailed as failure:
+                if failure.failure.kind not in WAITS:
+                    self._stop(at.step, at.stage, failure.device, f"{method}: {_one_line(failure)}")
+                elif not self._bury(at.step, at.stage):
+                    raise
+
+    # -- where to go on ------------------------------------------------------------------------------------------
+
+    def _go_on(self, at: StepState, stage: str, failure: BaseException) -> tuple[StepState, int | None]:
+        """Change to the director's plan. Returns the step to go on with, and which it was restored from, if it was."""
+        lost = self.fleet.salvage()
+        self._bury(at.step, stage)
+        change = self.director.failed(at.step, stage, failure)
+        if change.restart:
+            return self._go_back(at, change, list(self.fleet.specs))
+        if not lost.keys().isdisjoint(TRAINED):
+            return self._go_back(at, change, [*lost, *TRAINED])
+        self._change(at.step, change, {name: self.models[name] for name in lost if name in self.models})
+        at.changed = at.unproven = True
+        return at, None
+
+    def _go_back(self, at: StepState, change: PlannedChange, names: Sequence[ModelStage]) -> tuple[StepState, int]:
+        """Take the job back to where it can be restarted from: the ledger, and these model-stages from files."""
+        if self.restore is None:
+            raise Unrecoverable(
+                f"the last copy of {', '.join(map(str, names))} is gone, and there is nothing to restore"
+            )
+        try:
+            restart = self.restore()
+        except UserError as error:
+            raise Unrecoverable(f"the last copy of a trained model is gone, and {error}") from error
+        self.ledger.cut(restart.ledger_bytes)
+        self.fleet.drop([name for name in dict.fromkeys(names) if name in self.fleet.specs])
+        sources = {**self.models, **restart.sources}
+        self._change(at.step, change, {name: source for name, source in sources.items() if name in names})
+        if restart.digest and self.fleet.digest(list(restart.sources)) != restart.digest:
+            raise Unrecoverable(f"the checkpoint of step {restart.step} is damaged: it does not restore what was saved")
+        return StepState(step=restart.step, began_s=at.began_s, unproven=True), restart.step
+
+    def _change(self, step: int, change: PlannedChange, sources: Mapping[ModelStage, Source]) -> None:
+        """What devices hold is the same before and after. Raises StateError, also when replicas differ."""
+        kept = [name for name in self.fleet.specs if name not in sources and name != ACTOR_GENERATION]
+        digest = self.fleet.digest(kept)
+        try:
+            start_missing(self.fleet, change)
+            self._present |= set(self.fleet.pool)
+            transition = self.fleet.change(change.plan, change.devices, sources, self.on_span(step))
+        except UserError as error:
+            raise Unrecoverable(f"the plan for devices {list(change.devices)} cannot be reached: {error}") from error
+        except FAULTS:
+            self.director.changed(step, None)
+            raise
+        if self.fleet.digest(kept) != digest:
+            raise StateError(f"step {step}: going on after a failure changed the state")
+        self.watch()
+        self.director.changed(step, transition)
+
+
+def start_missing(fleet: Fleet, change: PlannedChange) -> None:
+    """Start the devices of a change that are not running."""
+    if added := sorted(set(change.devices) - set(fleet.pool)):
+        fleet.cluster.start(added)
+
+
+def _redone(at: StepState) -> tuple[str, ...]:
+    """What of the step is done again: not what is complete, nor what was in flight."""
+    if at.stage in ("weight_sync", "generation"):
+        return ("weight_sync", "generation")[: 2 if at.stage == "generation" else 1]
+    if at.stage == "training":
+        return ("gradients",) if at.computing is not None and at.in_flight is None else ()
+    return (at.stage,) if at.stage in ("inference", "checkpoint") else ()
+
+
+def _one_line(failure: WorkerFailed) -> str:
+    return f"{failure.failure.kind}: {' '.join(failure.failure.message.split())}"

@@ -96,7 +96,10 @@ def _recorded(run: Path) -> dict[tuple[int, tuple[int, ...]], Plan]:
 
 
 def _without_changes(job: Job, static: bool) -> Job:
-    return dataclasses.replace(job, changes=()) if static else job
+    """Neither those of the job file nor any other, if static."""
+    return (
+        dataclasses.replace(job, changes=(), adapt=dataclasses.replace(job.adapt, policy="static")) if static else job
+    )
 
 
 def _check_same_samples(before: Job, now: Job) -> None:

@@ -267,6 +267,13 @@ class Job:
             raise UserError(f"seed: {self.seed} does not fit into 64 bits")
         for i, point in enumerate(self.cluster.supply):
             _check_supply(f"cluster.supply.{i}", point)
+        if self.changes and self.policy != "static":
+            raise UserError(
+                f"changes: they are for a plan that changes by nothing else, and adapt.policy is {self.adapt.policy}; "
+                "leave one of the two out"
+            )
+        if self.changes and (self.cluster.supply or self.cluster.supply_trace):
+            raise UserError("changes: they name the devices themselves; leave out cluster.supply and its trace")
         if self.cluster.pace is not None and self.cluster.device == "cuda":
             raise UserError("cluster.pace: it is for cpu devices, and cluster.device is cuda")
         steps = [change.step for change in self.changes]

@@ -1,0 +1,135 @@
+"""Who decides on a run's plans: the changes of its job file, or the controller with all that it needs."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from nereus.api.jobs import AutoPlanner, scenario_of
+from nereus.api.replan import JobPlanner
+from nereus.api.scenario import Scenario
+from nereus.cli.start import Start
+from nereus.controller.admission import AnyGain, Payback, Policy
+from nereus.controller.controller import Controller
+from nereus.controller.monitor import Monitor
+from nereus.core.errors import UserError
+from nereus.core.events import Event, StageStarted
+from nereus.core.job import Job, SupplyPoint
+from nereus.core.plan import Plan
+from nereus.rl.adapt import AdaptiveDirector
+from nereus.rl.direction import Director, FixedDirector
+from nereus.rl.supply import SCALE, News, Supply, read_trace
+from nereus.runtime.cluster import Cluster, LocalCluster
+from nereus.runtime.fleet import Fleet
+
+CONTROLLER_LOG = "controller.jsonl"
+"""In a run folder: what the controller was told and what it answered (`controller.log`)."""
+
+DIGESTS_S = 0.1
+"""What a change takes beside its primitives, before any has been seen: two digests of all state."""
+
+
+def make_director(
+    stack: ExitStack, start: Start, fleet: Fleet, folder: Path, emit: Callable[[Event], None], elapsed_s: float
+) -> tuple[Director, Callable[[Event], None]]:
+    """(the director of a run, what must hear of the run's events). elapsed_s: of the run, in sessions before this one.
+
+    Raises UserError where the job's plans cannot be predicted, unless it has a plan and asks for no policy.
+    """
+    job = start.job
+    scenario = _scenario(job)
+    if job.changes or scenario is None:
+        return FixedDirector(start.changes, _replan(job), fleet), lambda event: None
+    began = time.monotonic()
+    supply = Supply(
+        supply_points(job),
+        elapsed_s=lambda: elapsed_s + time.monotonic() - began,
+        requests=folder / SCALE,
+        kill=_killer(fleet.cluster),
+        cluster_news=_news(fleet.cluster),
+        first_step=start.first_step,
+    )
+    log = stack.enter_context((folder / CONTROLLER_LOG).open("a", buffering=1))
+
+    def record(row: Mapping[str, Any]) -> None:
+        log.write(json.dumps(row) + "\n")
+
+    director = AdaptiveDirector(
+        fleet=fleet,
+        controller=make_controller(job, start.devices),
+        planner=JobPlanner(
+            scenario,
+            longest=job.sampling.max_new_tokens,
+            static=job.policy == "static",
+            overhead_s=DIGESTS_S,
+        ),
+        supply=supply,
+        emit=emit,
+        policy=job.policy,
+        margin=job.adapt.margin,
+        record=record,
+    )
+    stack.callback(director.close)
+
+    def heard(event: Event) -> None:
+        if isinstance(event, StageStarted):
+            supply.stage_began(event.step, event.stage)
+
+    return director, heard
+
+
+def make_controller(job: Job, devices: tuple[int, ...]) -> Controller:
+    """The controller of a job's policy."""
+    a = job.adapt
+    lengths = dict.fromkeys(("length_mean", "length_p95", "length_max"), a.length)
+    thresholds = {**lengths, "compute": a.efficiency, "bandwidth": a.bandwidth}
+    policies: dict[str, Policy] = {"nereus": Payback(a.margin), "static": Payback(0.0)}
+    watched = job.policy in ("nereus", "any-gain")
+    return Controller(
+        devices,
+        policy=policies.get(job.policy, AnyGain()),
+        monitor=Monitor(thresholds=thresholds if watched else {}),
+        every=a.every if job.policy == "every-k-steps" else 0,
+    )
+
+
+def supply_points(job: Job) -> tuple[SupplyPoint, ...]:
+    """How the pool changes by the job file. Raises UserError for a trace that cannot be read."""
+    trace = job.cluster.supply_trace
+    return (*job.cluster.supply, *(read_trace(Path(trace)) if trace is not None else ()))
+
+
+def _scenario(job: Job) -> Scenario | None:
+    try:
+        return scenario_of(job)
+    except UserError:
+        if job.plan == "auto" or job.adapt.policy is not None:
+            raise
+        return None
+
+
+def _replan(job: Job) -> Callable[[Sequence[int], Plan], Plan]:
+    return lambda devices, current: AutoPlanner(job)(0, devices, current)
+
+
+def _killer(cluster: Cluster) -> Callable[[int], None] | None:
+    """Ends a device as a spot reclaim does; only where devices are processes of this machine."""
+    if not isinstance(cluster, LocalCluster):
+        return None
+
+    def kill(device: int) -> None:
+        if device in cluster.devices:
+            os.kill(cluster.process_id(device), signal.SIGKILL)
+
+    return kill
+
+
+def _news(cluster: Cluster) -> Callable[[], Sequence[News]]:
+    """Devices that the cluster itself has won or will lose."""
+    return tuple

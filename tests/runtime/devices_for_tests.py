@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from nereus.runtime.cluster import LocalCall, LocalCluster, WorkerDied, WorkerFailed
+from nereus.runtime.calls import WorkerCall
+from nereus.runtime.cluster import LocalCluster, WorkerDied, WorkerFailed
 
 DEVICES = (0, 1, 2, 3)
 PROGRAM = "programs_for_tests:Talker"
@@ -60,14 +61,14 @@ class Devices:
     def new_name(self, what: str = "group") -> str:
         return f"{what} {next(self._names)}"
 
-    def call(self, method: str, devices: Sequence[int], *arguments: Any) -> LocalCall:
+    def call(self, method: str, devices: Sequence[int], *arguments: Any) -> WorkerCall:
         return self.cluster.call(method, dict.fromkeys(devices, arguments))
 
     def all(self, method: str, *arguments: Any) -> dict[int, Any]:
         """The results of a call to all devices."""
         return self.call(method, DEVICES, *arguments).results()
 
-    def each(self, method: str, devices: Sequence[int], *arguments: Any) -> dict[int, LocalCall]:
+    def each(self, method: str, devices: Sequence[int], *arguments: Any) -> dict[int, WorkerCall]:
         """One call of its own a device: one that fails says nothing about the others."""
         return {device: self.call(method, [device], *arguments) for device in devices}
 
@@ -89,7 +90,7 @@ class Devices:
         return self.cluster.process_id(device)
 
 
-def error_of(call: LocalCall) -> Exception:
+def error_of(call: WorkerCall) -> Exception:
     """The exception that a call ends with, which must come soon."""
     began = time.monotonic()
     with pytest.raises((WorkerFailed, WorkerDied)) as caught:
@@ -98,7 +99,7 @@ def error_of(call: LocalCall) -> Exception:
     return caught.value
 
 
-def kind_of(call: LocalCall) -> str:
+def kind_of(call: WorkerCall) -> str:
     """The class name of the exception that was raised in a worker."""
     error = error_of(call)
     assert isinstance(error, WorkerFailed), error

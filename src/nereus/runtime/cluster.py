@@ -1,11 +1,11 @@
 """A cluster of devices as the controller sees it: start and stop them, call them, learn of deaths.
 
-`Cluster` is the port; `LocalCluster` the embedded default: one process per device on this machine, from a fork server
-that has torch and the models loaded already. Calls to one device run in the order in which they were made; calls that
-belong together (a collective) are made to all of their devices at once, so every rank sees one global order.
+`Cluster` is the port. `WorkerCluster` is what all backends have in common, which is nearly all of it: they differ in where a
+worker's process comes from and what can be known of it. `LocalCluster` is the embedded default: one process per device on
+this machine, from a fork server that has torch and the models loaded already; `runtime.ray_cluster` has the other one.
 
-    call ──> outbox ──> writer thread ──> worker          of each device: no call waits for a worker that is stopped, or
-    results <── inbox <── reader thread <── worker        that takes no command before it has got rid of a large reply
+Calls to one device run in the order in which they were made; calls that belong together (a collective) are made to all of
+their devices at once, so every rank sees one global order.
 """
 
 from __future__ import annotations
@@ -15,81 +15,28 @@ import math
 import multiprocessing
 import multiprocessing.forkserver
 import multiprocessing.resource_tracker
-import os
 import queue
 import signal
-import threading
+import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from typing import Any, Protocol
 
 import torch.distributed as dist
 
-from nereus.core import errors
-from nereus.runtime.heartbeat import Limits, Pulse, after, is_dead, look_at
+from nereus.runtime.calls import Call, Inbox, Watch, Worker, WorkerCall, WorkerDied, WorkerFailed, WorkerProcess
+from nereus.runtime.heartbeat import Limits, Look, look_at
 from nereus.runtime.memory import has_shared_memory
-from nereus.runtime.worker import (
-    ALIVE_QUESTION,
-    START,
-    Command,
-    Failure,
-    Reply,
-    WorkerSettings,
-    pack,
-    unpack,
-    worker_main,
-)
+from nereus.runtime.worker import START, Command, WorkerSettings, pack, worker_main
+
+__all__ = ["Call", "Cluster", "LocalCluster", "PoolEvents", "PoolNews", "WorkerCluster", "WorkerDied", "WorkerFailed"]
 
 STOP_S = 5.0
 """How long a worker that is told to stop may take to finish what it is doing."""
 
-
-class WorkerFailed(RuntimeError):
-    """A command raised in a worker. Carries the device, what was running, and the worker's traceback."""
-
-    def __init__(self, device: int, running: str, failure: Failure) -> None:
-        super().__init__(
-            f"device {device}, running {running}: {failure.kind}: {failure.message}\n"
-            f"--- traceback of device {device} ---\n{failure.traceback}"
-        )
-        self.device, self.running, self.failure = device, running, failure
-
-
-class WorkerDied(RuntimeError):
-    """A worker process ended: by itself, or because it did not answer.
-
-    deaf_s: it was killed, since it had not answered an abort for so long. silent_s: it was killed, since it had given no
-    sign of life for so long. None: for another reason.
-    """
-
-    def __init__(
-        self,
-        device: int,
-        running: str,
-        exit_code: int | None,
-        *,
-        deaf_s: float | None = None,
-        silent_s: float | None = None,
-    ) -> None:
-        what = (
-            f"died (exit code {exit_code})"
-            if silent_s is None
-            else f"did not answer for {silent_s:.1f} s and was killed"
-        )
-        why = "" if deaf_s is None else f": no answer to an abort in {deaf_s} s"
-        super().__init__(f"device {device} {what} while running {running or 'nothing'}{why}")
-        self.device, self.running, self.exit_code = device, running, exit_code
-        self.deaf_s, self.silent_s = deaf_s, silent_s
-
-
-class Call(Protocol):
-    """A method running on a set of devices."""
-
-    def results(self) -> dict[int, Any]:
-        """By device, what the method returned. Raises the first cause: WorkerDied, WorkerFailed or a UserError."""
-        ...
+LOCALHOST = "127.0.0.1"
 
 
 class Cluster(Protocol):
@@ -142,259 +89,78 @@ class Cluster(Protocol):
         """End every wait of every running or queued command; later calls run."""
         ...
 
+    def kill(self, device: int) -> None:
+        """End a device's process at once, as if it died by itself; one that does not run: nothing. From any thread."""
+        ...
+
     def close(self) -> None:
         """Stop everything."""
         ...
 
 
-@dataclass(slots=True, eq=False)
-class _Waiting:
-    """A command without an answer yet; `reply` or `death` ends it."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolNews:
+    """Device ids that can be started from now on, and such that are gone with their machine, whether they ran or not."""
 
-    worker: _Worker
-    method: str
-    reply: Reply | None = None
-    death: WorkerDied | None = None
-
-    @property
-    def ended(self) -> bool:
-        return self.reply is not None or self.death is not None
-
-    @property
-    def failed(self) -> bool:
-        return self.death is not None or (self.reply is not None and self.reply.failure is not None)
+    appeared: tuple[int, ...] = ()
+    vanished: tuple[int, ...] = ()
 
 
-class _Worker:
-    """The controller's end of one worker. What arrives goes into `inbox`, None for the end of the worker.
+class PoolEvents(Protocol):
+    """What a cluster also fills whose machines come and go. An id that is gone may come back, on another machine."""
 
-    killed: why it was, as WorkerDied takes it; empty if it was not.
+    def available(self) -> tuple[int, ...]:
+        """Device ids that run or can be started, ascending: with `start` of these, a pool can be grown."""
+        ...
+
+    def poll(self) -> tuple[PoolNews, ...]:
+        """What has changed since the last time; does not wait."""
+        ...
+
+
+class WorkerCluster:
+    """Workers with two connections each, wherever their processes are. See `Cluster`.
+
+    program, arguments: what a worker runs (`WorkerSettings`). host: the address of this process that workers reach it at;
+    nothing listens on another one. timeout_s: how long a rank waits for a peer before it gives up, and the controller for
+    an aborted worker. heartbeat_s: a device that is stopped and silent for so long is killed (runtime.heartbeat); infinity:
+    none is.
     """
 
-    def __init__(
-        self, device: int, process: Any, commands: Connection, control: Connection, inbox: queue.SimpleQueue[Any]
-    ) -> None:
-        self.device, self.process = device, process
-        self.pending: dict[int, _Waiting] = {}
-        self.ready = False
-        self.killed: dict[str, float] = {}
-        self._pulse, self._asked, self._sending = Pulse(), False, threading.Lock()
-        self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-        self._inbox, self._commands, self._control = inbox, commands, control
-        os.set_blocking(control.fileno(), False)
-        for loop in (self._write, self._read):
-            threading.Thread(target=loop, name=f"device {device} {loop.__name__}", daemon=True).start()
-
-    def send(self, command: Command) -> _Waiting:
-        waiting = self.pending[command.number] = _Waiting(self, command.method)
-        self._outbox.put(pack(command))
-        return waiting
-
-    def abort(self, epoch: int, reason: str) -> None:
-        """Overtakes the commands. A worker that has not read the last few hundred of them gets no more."""
-        self._tell((epoch, reason))
-
-    def look(self, elapsed_s: float, limits: Limits) -> None:
-        """Bring what is known of it up to date, `elapsed_s` after the last look; ask again, or kill it."""
-        answered = self._answered()
-        look = None if answered else look_at(self.process.pid)
-        self._pulse = after(self._pulse, elapsed_s, answered=answered, look=look, limits=limits)
-        if answered or not self._asked:
-            self._asked = self._tell(ALIVE_QUESTION)
-        if not self.killed and is_dead(self._pulse, limits):
-            self.kill(silent_s=self._pulse.silent_s)
-
-    def _answered(self) -> bool:
-        try:
-            return len(os.read(self._control.fileno(), 64)) > 0
-        except OSError:
-            return False  # nothing came, or it is dead: the reader will tell
-
-    def _tell(self, message: Any) -> bool:
-        with self._sending:
-            try:
-                self._control.send(message)
-            except OSError:
-                return False  # dead: the reader will tell
-        return True
-
-    def kill(self, **why: float) -> None:
-        """why: deaf_s or silent_s, see WorkerDied."""
-        self.killed = why
-        self.process.kill()
-
-    def end(self, deadline: float) -> None:
-        """Let the worker finish what it does until `deadline`, then kill it."""
-        self.dismiss()
-        self.process.join(max(0.0, deadline - time.monotonic()))
-        if self.process.is_alive():
-            self.process.kill()
-            self.process.join()
-
-    def dismiss(self) -> None:
-        """Tell the worker to end, after its commands, and the writer thread."""
-        self._outbox.put(pack(None))
-        self._outbox.put(None)
-
-    def _write(self) -> None:
-        try:
-            while (message := self._outbox.get()) is not None:
-                self._commands.send_bytes(message)
-        except OSError:
-            return  # dead: the reader will tell
-
-    def _read(self) -> None:
-        try:
-            # The pipe alone does not tell of a death: a process that the worker started may hold its other end.
-            while self._commands in wait([self._commands, self.process.sentinel]):
-                self._inbox.put((self, unpack(self._commands.recv_bytes())))
-        except (EOFError, OSError):
-            return
-        finally:
-            self._inbox.put((self, None))
-
-
-class _Watch:
-    """Looks at all workers again and again, from a thread of its own. See runtime.heartbeat."""
-
-    def __init__(self, limits: Limits, workers: Callable[[], Sequence[_Worker]]) -> None:
-        self._limits, self._workers = limits, workers
-        self._ended = threading.Event()
-        threading.Thread(target=self._run, name="heartbeat", daemon=True).start()
-
-    def end(self) -> None:
-        self._ended.set()
-
-    def _run(self) -> None:
-        before = time.monotonic()
-        while not self._ended.wait(self._limits.look_s):
-            now = time.monotonic()
-            for worker in self._workers():
-                worker.look(now - before, self._limits)
-            before = now
-
-
-class LocalCall:
-    """See `Call`."""
-
-    def __init__(self, cluster: LocalCluster, epoch: int, waiting: dict[int, _Waiting]) -> None:
-        self._cluster = cluster
-        self._epoch = epoch
-        self._waiting = waiting
-
-    def results(self) -> dict[int, Any]:
-        while not self._ended:
-            if any(w.failed for w in self._waiting.values()):
-                # The others may wait for the one that failed: end their waits, then collect their answers.
-                self._cluster.abort_epoch(self._epoch, "another rank of the same call failed")
-                self._collect()
-            else:
-                self._cluster.take(None)
-        if any(w.failed for w in self._waiting.values()):
-            self._cluster.abort_epoch(self._epoch, "a call failed")
-        return self._values()
-
-    def started(self) -> None:
-        """`results` of ranks that cannot wait for each other: one that fails has no consequences for others."""
-        while not self._ended:
-            self._cluster.take(None)
-        self._values()
-
-    @property
-    def ended(self) -> bool:
-        """All have answered, or one has failed: `results` waits for no answer of a worker that does its work."""
-        return self._ended or any(w.failed for w in self._waiting.values())
-
-    @property
-    def _ended(self) -> bool:
-        return all(w.ended for w in self._waiting.values())
-
-    def _collect(self) -> None:
-        """Take the answers of an aborted call; a worker without one after the cluster's timeout is killed."""
-        deadline = time.monotonic() + self._cluster.timeout_s
-        while not self._ended and self._cluster.take(max(0.0, deadline - time.monotonic())):
-            pass
-        for waiting in self._waiting.values():
-            if not waiting.ended:
-                waiting.worker.kill(deaf_s=self._cluster.timeout_s)
-        while not self._ended:
-            self._cluster.take(None)
-
-    def _values(self) -> dict[int, Any]:
-        failed = [_cause(device, w) for device, w in self._waiting.items() if w.failed]
-        if failed:
-            raise min(failed, key=_distance_from_cause)
-        return {device: _value(device, w) for device, w in self._waiting.items()}
-
-
-def _value(device: int, waiting: _Waiting) -> Any:
-    assert waiting.reply is not None
-    try:
-        return unpack(waiting.reply.value)
-    except Exception as error:
-        raise TypeError(f"{waiting.method}: the result of device {device} cannot be read here: {error}") from error
-
-
-def _cause(device: int, waiting: _Waiting) -> Exception:
-    if waiting.death is not None:
-        return waiting.death
-    assert waiting.reply is not None and waiting.reply.failure is not None
-    failure = waiting.reply.failure
-    kind = getattr(errors, failure.kind, None)
-    if isinstance(kind, type) and issubclass(kind, errors.UserError):
-        return kind(failure.message)
-    return WorkerFailed(device, waiting.method, failure)
-
-
-def _distance_from_cause(error: Exception) -> int:
-    """0 for what may be a cause, 1 for a worker deaf to an abort, 2 for waits that ended because of something else."""
-    if isinstance(error, WorkerFailed) and error.failure.kind in ("Aborted", "PeerTimeout"):
-        return 2
-    return int(isinstance(error, WorkerDied) and error.deaf_s is not None)
-
-
-class LocalCluster:
-    """Devices as processes of this machine. See `Cluster`.
-
-    program, arguments: what a worker runs (`WorkerSettings`). preload: modules that the fork server imports once.
-    timeout_s: how long a rank waits for a peer before it gives up, and the controller for an aborted worker.
-    shared_memory: whether devices read each other's state in memory; None: CPU devices do, where the system can.
-    heartbeat_s: a device that is stopped and silent for so long is killed (runtime.heartbeat); infinity: none is.
-    """
+    BURY_S = STOP_S
+    """How long a worker whose connection has ended may take to be told dead."""
 
     def __init__(
         self,
         program: str,
         arguments: tuple[Any, ...] = (),
         *,
-        preload: Sequence[str] = (),
-        device_type: str = "cpu",
-        timeout_s: float = 600.0,
-        shared_memory: bool | None = None,
-        heartbeat_s: float = 1.5,
+        host: str,
+        device_type: str,
+        timeout_s: float,
+        shared_memory: bool,
+        heartbeat_s: float,
     ) -> None:
         self.timeout_s = timeout_s
-        self.shared_memory = device_type == "cpu" and has_shared_memory() if shared_memory is None else shared_memory
+        self.shared_memory = shared_memory
         self._arguments = arguments
-        self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload([worker_main.__module__, program.partition(":")[0], *preload])
-        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._store = _store_server(host)
         self._settings = WorkerSettings(
             program=program,
-            store_host="127.0.0.1",
+            store_host=host,
             store_port=self._store.port,
             device_type=device_type,
             timeout_s=timeout_s,
-            shared_memory=self.shared_memory,
+            shared_memory=shared_memory,
         )
-        self._inbox: queue.SimpleQueue[tuple[_Worker, Reply | None]] = queue.SimpleQueue()
-        self._workers: dict[int, _Worker] = {}
+        self._inbox: Inbox = queue.SimpleQueue()
+        self._workers: dict[int, Worker] = {}
         self._deaths: dict[int, WorkerDied] = {}
         self._incarnations: dict[int, int] = {}
         self._numbers = itertools.count()
         self._epoch = 0
         self._limits = Limits.of(heartbeat_s, timeout_s)
-        self._watch: _Watch | None = None
+        self._watch: Watch | None = None
 
     @property
     def devices(self) -> tuple[int, ...]:
@@ -408,30 +174,24 @@ class LocalCluster:
         return self._epoch
 
     def node_of(self, device: int) -> int:
-        return 0
+        raise NotImplementedError
 
     def wait_any(self, calls: Sequence[Call]) -> int:
         while True:
             for index, call in enumerate(calls):
-                assert isinstance(call, LocalCall)
+                assert isinstance(call, WorkerCall)
                 if call.ended:
                     return index
             self.take(None)
-
-    def process_id(self, device: int) -> int:
-        """The operating system's id of a device's process."""
-        return int(self._workers[device].process.pid)
 
     def start(self, devices: Sequence[int]) -> None:
         for device in devices:
             if device in self._workers or list(devices).count(device) > 1:
                 raise ValueError(f"device {device} is running already")
-        _start_fork_server()
         if self._watch is None and math.isfinite(self._limits.heartbeat_s):
-            self._watch = _Watch(self._limits, lambda: list(self._workers.values()))
+            self._watch = Watch(self._limits, lambda: list(self._workers.values()))
         try:
-            for device in devices:
-                self._workers[device] = self._spawn(device)
+            self._spawn(devices)
             self._call(START, dict.fromkeys(devices, self._arguments)).started()
         except BaseException:  # Ctrl-C too
             self._remove(devices, 0.0)
@@ -444,7 +204,7 @@ class LocalCluster:
         for device in devices:
             self._deaths.pop(device, None)
 
-    def call(self, method: str, arguments: Mapping[int, tuple[Any, ...]]) -> LocalCall:
+    def call(self, method: str, arguments: Mapping[int, tuple[Any, ...]]) -> WorkerCall:
         for device in arguments:
             if device in self._deaths:
                 raise self._deaths[device]
@@ -458,6 +218,10 @@ class LocalCluster:
             worker.abort(self._epoch, reason)
         self._epoch += 1
 
+    def kill(self, device: int) -> None:
+        if (worker := self._workers.get(device)) is not None:
+            worker.kill()
+
     def close(self) -> None:
         self.abort("the cluster is closing")
         self.stop(self.devices)
@@ -465,10 +229,21 @@ class LocalCluster:
             self._watch.end()
             self._watch = None
 
-    # -- for LocalCall -------------------------------------------------------------------------------------------
+    # -- for backends --------------------------------------------------------------------------------------------
+
+    def _spawn(self, devices: Sequence[int]) -> None:
+        """Start a process for each device and `_add` it; what it added before an exception is removed by the caller."""
+        raise NotImplementedError
+
+    def _add(self, device: int, process: WorkerProcess, commands: Connection, control: Connection) -> None:
+        self._deaths.pop(device, None)
+        self._incarnations[device] = self._incarnations.get(device, -1) + 1
+        self._workers[device] = Worker(device, process, commands, control, self._inbox)
+
+    # -- for calls -----------------------------------------------------------------------------------------------
 
     def take(self, timeout_s: float | None) -> bool:
-        """Wait for one answer or death and take note of it; False when none came in time."""
+        """See `calls.Mail`."""
         try:
             worker, reply = self._inbox.get(timeout=timeout_s)
         except queue.Empty:
@@ -480,29 +255,13 @@ class LocalCluster:
         return True
 
     def abort_epoch(self, epoch: int, reason: str) -> None:
-        """Abort, unless that was done since: the calls of a later epoch have nothing to do with it."""
+        """See `calls.Mail`."""
         if epoch == self._epoch:
             self.abort(reason)
 
     # -- inside --------------------------------------------------------------------------------------------------
 
-    def _spawn(self, device: int) -> _Worker:
-        commands, remote_commands = self._context.Pipe()
-        control, remote_control = self._context.Pipe()
-        process = self._context.Process(
-            target=worker_main,
-            args=(device, self._settings, remote_commands, remote_control),
-            name=f"nereus device {device}",
-            daemon=True,
-        )
-        process.start()
-        remote_commands.close()
-        remote_control.close()
-        self._deaths.pop(device, None)
-        self._incarnations[device] = self._incarnations.get(device, -1) + 1
-        return _Worker(device, process, commands, control, self._inbox)
-
-    def _call(self, method: str, arguments: Mapping[int, tuple[Any, ...]]) -> LocalCall:
+    def _call(self, method: str, arguments: Mapping[int, tuple[Any, ...]]) -> WorkerCall:
         packed: dict[int, bytes] = {}
         for device, values in arguments.items():
             try:
@@ -514,7 +273,7 @@ class LocalCluster:
             device: self._workers[device].send(Command(next(self._numbers), epoch, method, values))
             for device, values in packed.items()
         }
-        return LocalCall(self, epoch, waiting)
+        return WorkerCall(self, epoch, waiting)
 
     def _remove(self, devices: Sequence[int], grace_s: float) -> None:
         leaving = [self._workers.pop(device) for device in devices if device in self._workers]
@@ -524,11 +283,12 @@ class LocalCluster:
         for worker in leaving:
             worker.end(deadline)
 
-    def _bury(self, worker: _Worker) -> None:
+    def _bury(self, worker: Worker) -> None:
         """Take note of a worker's end: whatever it was still asked for will not come."""
-        worker.end(time.monotonic() + STOP_S)
+        worker.end(time.monotonic() + self.BURY_S)
         running = next((w.method for w in worker.pending.values()), "")
-        death = WorkerDied(worker.device, running, worker.process.exitcode, **worker.killed)
+        process = worker.process
+        death = WorkerDied(worker.device, running, process.exit_code, how=process.how, **worker.killed)
         for waiting in worker.pending.values():
             waiting.death = death
         worker.pending.clear()
@@ -538,6 +298,104 @@ class LocalCluster:
         if worker.ready:
             self._deaths[worker.device] = death
             self.abort(f"device {worker.device} died")
+
+
+def _store_server(host: str) -> dist.TCPStore:
+    """A store that listens on one address: by itself it would on all of them."""
+    listening = socket.create_server((host, 0), backlog=128)
+    port = listening.getsockname()[1]
+    return dist.TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach())
+
+
+@dataclass(frozen=True, slots=True)
+class _LocalProcess:
+    """See `calls.WorkerProcess`."""
+
+    process: Any
+
+    @property
+    def sentinel(self) -> int:
+        return int(self.process.sentinel)
+
+    @property
+    def exit_code(self) -> int | None:
+        code: int | None = self.process.exitcode
+        return code
+
+    @property
+    def how(self) -> str:
+        return ""
+
+    def look(self) -> Look | None:
+        return look_at(self.process.pid)
+
+    def kill(self) -> None:
+        self.process.kill()
+
+    def join(self, timeout_s: float | None) -> bool:
+        self.process.join(timeout_s)
+        return not self.process.is_alive()
+
+    def release(self) -> None:
+        """Nothing is reserved."""
+
+
+class LocalCluster(WorkerCluster):
+    """Devices as processes of this machine. See `Cluster`, and `WorkerCluster` for what is not said here.
+
+    preload: modules that the fork server imports once. shared_memory: whether devices read each other's state in memory;
+    None: CPU devices do, where the system can.
+    """
+
+    def __init__(
+        self,
+        program: str,
+        arguments: tuple[Any, ...] = (),
+        *,
+        preload: Sequence[str] = (),
+        device_type: str = "cpu",
+        timeout_s: float = 600.0,
+        shared_memory: bool | None = None,
+        heartbeat_s: float = 1.5,
+    ) -> None:
+        super().__init__(
+            program,
+            arguments,
+            host=LOCALHOST,
+            device_type=device_type,
+            timeout_s=timeout_s,
+            shared_memory=device_type == "cpu" and has_shared_memory() if shared_memory is None else shared_memory,
+            heartbeat_s=heartbeat_s,
+        )
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload([worker_main.__module__, program.partition(":")[0], *preload])
+        self._pids: dict[int, int] = {}
+
+    def node_of(self, device: int) -> int:
+        return 0
+
+    def process_id(self, device: int) -> int:
+        """The operating system's id of a device's process."""
+        if device not in self._workers:
+            raise ValueError(f"no such device: {device}; running are {list(self.devices)}")
+        return self._pids[device]
+
+    def _spawn(self, devices: Sequence[int]) -> None:
+        _start_fork_server()
+        for device in devices:
+            commands, remote_commands = self._context.Pipe()
+            control, remote_control = self._context.Pipe()
+            process = self._context.Process(
+                target=worker_main,
+                args=(device, self._settings, remote_commands, remote_control),
+                name=f"nereus device {device}",
+                daemon=True,
+            )
+            process.start()
+            remote_commands.close()
+            remote_control.close()
+            self._pids[device] = process.pid or 0
+            self._add(device, _LocalProcess(process), commands, control)
 
 
 def _start_fork_server() -> None:

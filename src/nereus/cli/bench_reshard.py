@@ -1,12 +1,16 @@
 """`nereus bench reshard`: what it takes to change the plan of real processes, beside the least possible and beside others.
 
 Every transition is run with shared memory and with Gloo messages; by the direct and by the staged lowering, and once more
-with as little memory as it can be done in. Each is measured several times, in turn with
+with as little memory as it can be done in. The first change of a process writes to pages that the system has yet to find
+and to clear, which takes most of the time; later ones to pages that were kept (`runtime.memory`). So there are two rows of
+each, `pages`: fresh, after all that was kept has been given back, and kept, after the same change has been made before, as
+in a job whose plan goes back and forth. Each is measured several times, in turn with
 
-    raw_s             the received bytes, as one contiguous buffer for each pair of devices, into fresh memory
+    raw_s             the received bytes, as one contiguous buffer for each pair of devices, into memory of the same kind
     raw_with_copies_s the same, and the bytes that a device copies on the spot because its shard has another shape
     ..._cpu_s         of the processor, over all devices: what a machine that others use, too, does not blur
-    peers             what other systems take from the same state to the same state (bench_reshard_*.py)
+    peers             what other systems take from the same state to the same state (bench_reshard_*.py), in a row of kept
+                      pages into memory that has been written to before, where they can be given such
 
 `seconds` is of all that a change of plan does: connecting, planning, its primitives (`primitives_s`), commit. `predicted_s`
 is of the last turn, with rates that were measured at the start and then learned from every change, as in a job.
@@ -46,6 +50,9 @@ WAYS: Mapping[str, tuple[Lowering, ...]] = {
     "tight": ("direct", "lean", "streamed"),
 }
 """tight: as little memory as the transition can be planned in."""
+PAGES = ("fresh", "kept")
+KEPT = "_kept"
+"""In the name of what a peer takes with memory that has been written to before."""
 MEMORY_SHARE = 0.7
 """Of the machine's free memory, that old and new shards may take together."""
 PROBE_BYTES = 128 * 2**20
@@ -79,9 +86,21 @@ def bench_reshard(
         finally:
             with_cluster.close()
     others, notes = _peers(known, cases, repeats, say)
-    rows = [row | {"peers": others.get(name, {})} for name, listed in found.items() for row in listed]
+    rows = [
+        row | {"peers": peers_with(row["pages"], others.get(name, {}))}
+        for name, listed in found.items()
+        for row in listed
+    ]
     result = {"bench": "reshard", "machine": machine(), "rows": rows, "summary": summary(rows) | {"notes": notes}}
     return result | ({"figure_12": figure_12()} if figure else {})
+
+
+def peers_with(pages: str, seconds: Mapping[str, Any]) -> dict[str, Any]:
+    """What peers take under the conditions of a row; those that know no difference always take the same."""
+    found = {name: value for name, value in seconds.items() if KEPT not in name}
+    if pages == "kept":
+        found |= {name.replace(KEPT, ""): value for name, value in seconds.items() if KEPT in name}
+    return found
 
 
 def free_memory_bytes() -> int:
@@ -113,9 +132,11 @@ def _peers(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """One change of plan. cpu_s: of all devices. staging_bytes: what one may stage. digests: before and after, or none."""
+    """One change of plan. cpu_s: of all devices. staging_bytes: what one may stage. kept_bytes: the most
+    pages in no use that a device had when it began. digests: before and after, or none."""
 
     transition: Transition
+    kept_bytes: int
     cpu_s: float
     staging_bytes: int
     digests: tuple[str, str] | None
@@ -136,21 +157,22 @@ class Bench:
         self.cluster.close()
 
     def rows(self, case: Case) -> list[dict[str, Any]]:
-        """One row for every way that leads there."""
-        ways = {name: self._usable_bytes(case, name) for name in WAYS}
-        measured: dict[str, list[Measured]] = {name: [] for name, usable in ways.items() if usable is not None}
-        raw: list[dict[str, float]] = []
+        """One row for every way that leads there, and for fresh and for kept pages; staged with fresh ones only."""
+        ways = {way: usable for way in WAYS if (usable := self._usable_bytes(case, way)) is not None}
+        kinds = [(way, pages) for way in ways for pages in PAGES if (way, pages) != ("staged", "kept")]
+        measured: dict[tuple[str, str], list[Measured]] = {kind: [] for kind in kinds}
+        raw: dict[str, list[dict[str, float]]] = {pages: [] for pages in PAGES}
         for turn in range(self.repeats):
-            for name in measured:
-                usable = ways[name]
-                assert usable is not None
-                measured[name].append(self._change(case, name, usable, digests=turn == 0))
-            raw.append(self._raw(case))
-        rows = [self._row(case, name, listed, raw) for name, listed in measured.items()]
+            for way, pages in kinds:
+                one = self._change(case, way, ways[way], pages, digests=turn == 0)
+                measured[way, pages].append(one)
+            for pages in PAGES:
+                raw[pages].append(self._raw(case, pages))
+        rows = [self._row(case, way, pages, listed, raw[pages]) for (way, pages), listed in measured.items()]
         self._reset(case)
         for row in rows:
             self.say(
-                f"{case.name}, {self.transport}, {row['lowering']}: {row['primitives_s']:.3f} s of "
+                f"{case.name}, {self.transport}, {row['lowering']}, {row['pages']}: {row['primitives_s']:.3f} s of "
                 f"{row['seconds']:.3f}, raw {row['raw_s']:.3f} and {row['raw_with_copies_s']:.3f} with copies"
             )
         return rows
@@ -168,13 +190,20 @@ class Bench:
         """Of all devices, so far."""
         return float(sum(self.cluster.call("cpu_s", dict.fromkeys(self.cluster.devices, ())).results().values()))
 
-    def _change(self, case: Case, way: str, usable_bytes: float, *, digests: bool) -> Measured:
+    def _kept_bytes(self) -> int:
+        """The most of any device."""
+        return int(max(self.cluster.call("kept_bytes", dict.fromkeys(self.cluster.devices, ())).results().values()))
+
+    def _change(self, case: Case, way: str, usable_bytes: float, pages: str, *, digests: bool) -> Measured:
         fleet = self.fleet
         self._reset(case)
         fleet.create(case.current, {})
         self._everywhere("fill")
         fleet.lowerings, fleet.usable_bytes = WAYS[way], usable_bytes
         before = fleet.digest(case.moved) if digests else ""
+        if pages == "fresh":
+            self._everywhere("trim")
+        kept_bytes = self._kept_bytes()
         gc.collect()
         used_s = self._cpu_s()
         transition = fleet.change(case.target, fleet.pool)
@@ -182,6 +211,7 @@ class Bench:
         after = fleet.digest(case.moved) if digests else ""
         return Measured(
             transition=transition,
+            kept_bytes=kept_bytes,
             cpu_s=used_s,
             staging_bytes=fleet.staging_bytes,
             digests=(before, after) if digests else None,
@@ -213,7 +243,9 @@ class Bench:
                 low = fleet.usable_bytes
         return high if high < enough else None
 
-    def _row(self, case: Case, way: str, listed: Sequence[Measured], raw: Sequence[dict[str, float]]) -> dict[str, Any]:
+    def _row(
+        self, case: Case, way: str, pages: str, listed: Sequence[Measured], raw: Sequence[dict[str, float]]
+    ) -> dict[str, Any]:
         first, last = listed[0].transition, listed[-1].transition
         dag, digests = last.program.dag, listed[0].digests
         assert digests is not None
@@ -228,6 +260,7 @@ class Bench:
             "parameters": case.parameters,
             "state_bytes": sum(case.specs[m].num_bytes for m in case.moved),
             "way": way,
+            "pages": pages,
             "lowering": "+".join(sorted(taken)),
             "transport": self.transport,
             "seconds": statistics.median(seconds),
@@ -242,6 +275,7 @@ class Bench:
             "predicted_peak_bytes": max(predicted.values()),
             "peak_off_bytes": max(abs(peaks[g] - predicted[g]) for g in peaks),
             "staging_bytes": listed[-1].staging_bytes,
+            "kept_bytes": max(one.kept_bytes for one in listed),
             "edges": len(dag.edges),
             "digest_equal": digests[0] == digests[1],
             "cpu_s": statistics.median(one.cpu_s for one in listed),
@@ -250,10 +284,11 @@ class Bench:
 
     # -- the raw limit -----------------------------------------------------------------------------------------------
 
-    def _raw(self, case: Case) -> dict[str, float]:
+    def _raw(self, case: Case, pages: str) -> dict[str, float]:
         """Seconds to receive what the direct lowering receives; and with what it copies on the spot."""
         flows, copied = raw_traffic(case)
-        (alone_s, alone_cpu_s), (both_s, both_cpu_s) = self._exchange(flows, {}), self._exchange(flows, copied)
+        alone_s, alone_cpu_s = self._exchange(flows, {}, pages)
+        both_s, both_cpu_s = self._exchange(flows, copied, pages)
         return {
             "raw_s": alone_s,
             "raw_with_copies_s": both_s,
@@ -261,7 +296,9 @@ class Bench:
             "raw_with_copies_cpu_s": both_cpu_s,
         }
 
-    def _exchange(self, flows: Mapping[tuple[int, int], int], copied: Mapping[int, int]) -> tuple[float, float]:
+    def _exchange(
+        self, flows: Mapping[tuple[int, int], int], copied: Mapping[int, int], pages: str
+    ) -> tuple[float, float]:
         """Seconds by the clock, and of the processor over all devices."""
         cluster, devices = self.cluster, self.cluster.devices
         self._everywhere("reset", {})
@@ -276,6 +313,8 @@ class Bench:
             for g in devices
             if sent[g] or received[g] or copied.get(g)
         }
+        if pages == "fresh":
+            self._everywhere("trim")
         used_s, began = self._cpu_s(), time.perf_counter()
         if orders:
             cluster.call("raw_exchange", orders).results()
@@ -289,9 +328,9 @@ class Bench:
         self.fleet.create(Plan(()), {})
         devices, probe = self.cluster.devices, PROBE_BYTES
         ring = {(g, devices[i - 1]): probe // 2 for i, g in enumerate(devices)}
-        one = min(self._exchange({(devices[0], devices[1]): probe}, {})[0] for _ in range(3))
-        all_of_them = min(self._exchange(ring, {})[0] for _ in range(3))
-        copy = min(self._exchange({}, {devices[0]: probe})[0] for _ in range(3))
+        one = min(self._exchange({(devices[0], devices[1]): probe}, {}, "fresh")[0] for _ in range(3))
+        all_of_them = min(self._exchange(ring, {}, "fresh")[0] for _ in range(3))
+        copy = min(self._exchange({}, {devices[0]: probe}, "fresh")[0] for _ in range(3))
         began = time.perf_counter()
         self._everywhere("ping")
         setup_s = time.perf_counter() - began
@@ -349,26 +388,9 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "peak_above_planned": any(row["peak_bytes"] > row["predicted_peak_bytes"] for row in rows),
         "predicted_over_measured": _spread(row["predicted_over_measured"] for row in rows if _moves(row)),
         **{
-            transport: {
-                "over_raw": _spread(row["primitives_s"] / row["raw_s"] for row in direct if _is(row, transport)),
-                "over_raw_with_copies": _spread(
-                    row["primitives_s"] / row["raw_with_copies_s"] for row in direct if _is(row, transport)
-                ),
-                "cpu_over_raw": _spread(row["cpu_s"] / row["raw_cpu_s"] for row in direct if _is(row, transport)),
-                "cpu_over_raw_with_copies": _spread(
-                    row["cpu_s"] / row["raw_with_copies_cpu_s"] for row in direct if _is(row, transport)
-                ),
-                "staged_over_direct": _spread(_staged_over_direct(rows, transport)),
-                "times_faster_than": {
-                    name: _spread(
-                        row["peers"][name] / row["cpu_s" if name.endswith("_cpu_s") else "seconds"]
-                        for row in direct
-                        if _is(row, transport) and name in row["peers"]
-                    )
-                    for name in sorted({name for row in direct for name in row["peers"]})
-                },
-            }
+            f"{transport}, {pages} pages": _speed([row for row in rows if _is(row, transport, pages)])
             for transport in TRANSPORTS
+            for pages in PAGES
         },
         "aims": AIMS,
     }
@@ -378,15 +400,34 @@ def _moves(row: Mapping[str, Any]) -> bool:
     return bool(row["bytes_received"] > 0)
 
 
-def _is(row: Mapping[str, Any], transport: str) -> bool:
-    return row["transport"] == transport and _moves(row)
+def _is(row: Mapping[str, Any], transport: str, pages: str) -> bool:
+    return row["transport"] == transport and row["pages"] == pages and _moves(row)
 
 
-def _staged_over_direct(rows: Sequence[Mapping[str, Any]], transport: str) -> Iterator[float]:
-    staged = {row["transition"]: row for row in rows if row["way"] == "staged" and row["transport"] == transport}
-    for row in rows:
-        if row["way"] == "direct" and _is(row, transport) and row["transition"] in staged:
-            yield staged[row["transition"]]["seconds"] / row["seconds"]
+def _speed(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Of one transport and one kind of pages."""
+    direct = [row for row in rows if row["way"] == "direct"]
+    over = {
+        "over_raw": ("primitives_s", "raw_s"),
+        "over_raw_with_copies": ("primitives_s", "raw_with_copies_s"),
+        "cpu_over_raw": ("cpu_s", "raw_cpu_s"),
+        "cpu_over_raw_with_copies": ("cpu_s", "raw_with_copies_cpu_s"),
+    }
+    staged = {row["transition"]: row["seconds"] for row in rows if row["way"] == "staged"}
+    return {
+        **{name: _spread(row[a] / row[b] for row in direct) for name, (a, b) in over.items()},
+        "staged_over_direct": _spread(
+            staged[row["transition"]] / row["seconds"] for row in direct if row["transition"] in staged
+        ),
+        "times_faster_than": {
+            name: _spread(
+                row["peers"][name] / row["cpu_s" if name.endswith("_cpu_s") else "seconds"]
+                for row in direct
+                if name in row["peers"]
+            )
+            for name in sorted({name for row in direct for name in row["peers"]})
+        },
+    }
 
 
 def _spread(values: Iterator[float]) -> dict[str, float]:
@@ -400,7 +441,7 @@ SHOWN = ("seconds", "primitives_s", "raw_s", "raw_with_copies_s", "predicted_s")
 def lines(found: Mapping[str, Any]) -> list[str]:
     """The bench as text."""
     rows = [
-        f"{row['transition']}, {row['transport']}, {row['lowering']}: "
+        f"{row['transition']}, {row['transport']}, {row['lowering']}, {row['pages']} pages: "
         + ", ".join(f"{name} {row[name]:.3f}" for name in SHOWN)
         + f", {row['bytes_received'] / 1e9:.3f} of at least {row['bytes_lower_bound'] / 1e9:.3f} GB, "
         + f"peak {row['peak_bytes'] / 1e9:.3f} GB, planned {row['predicted_peak_bytes'] / 1e9:.3f}"

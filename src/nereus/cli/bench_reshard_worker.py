@@ -1,7 +1,7 @@
 """What the workers of `nereus bench reshard` and `coordination` run: units that are nothing but state.
 
 Beside the engine's own commands there are `reset` and `fill`, so that every measurement begins alike, and the raw limit: the
-same number of bytes, one contiguous buffer for every pair of devices, into memory as fresh as a new shard's.
+same number of bytes, one contiguous buffer for every pair of devices, into memory like a new shard's.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class StateOnly(UnitStore[LocalState]):
         addresses: Mapping[int, StateAddress],
         pool: Sequence[int],
     ) -> None:
-        """Send and receive that many bytes, by peer, and copy so many on the spot, all into new memory.
+        """Send and receive that many bytes, by peer, and copy so many on the spot, all into memory that is allocated now.
 
         pool: the devices of the communicator.
         """

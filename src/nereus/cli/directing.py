@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,8 @@ from nereus.rl.adapt import AdaptiveDirector
 from nereus.rl.direction import Director, FixedDirector
 from nereus.rl.supply import SCALE, News, Supply, read_trace
 from nereus.runtime.cluster import Cluster, LocalCluster
-from nereus.runtime.fleet import Fleet
+from nereus.runtime.fleet import LOCAL_RATES, Fleet
+from nereus.transition.rates import Rates
 
 CONTROLLER_LOG = "controller.jsonl"
 """In a run folder: what the controller was told and what it answered (`controller.log`)."""
@@ -97,6 +99,26 @@ def make_controller(job: Job, devices: tuple[int, ...]) -> Controller:
         monitor=Monitor(thresholds=thresholds if watched else {}),
         every=a.every if job.policy == "every-k-steps" else 0,
     )
+
+
+def link_factors(job: Job, cluster: Cluster) -> Callable[[int], None]:
+    """What must be done before each step so that the job's emulated links are as slow as it says."""
+    slow = job.cluster.pace.slow if job.cluster.pace is not None else ()
+
+    def before_step(step: int) -> None:
+        factor = max(((s.step, s.factor) for s in slow if s.step <= step), default=(0, 1.0))[1]
+        cluster.call("set_link_factor", dict.fromkeys(cluster.devices, (factor,))).results()
+
+    return before_step if slow else lambda step: None
+
+
+def transition_rates(job: Job) -> Rates:
+    """What transitions are planned with before any was made."""
+    pace = job.cluster.pace
+    if pace is None:
+        return LOCAL_RATES
+    link = {"intra_bytes_s": pace.link_bytes_s, "inter_bytes_s": pace.link_bytes_s}
+    return replace(LOCAL_RATES, **link, intra_latency_s=pace.latency_s, inter_latency_s=pace.latency_s)
 
 
 def supply_points(job: Job) -> tuple[SupplyPoint, ...]:

@@ -27,9 +27,8 @@ from nereus.cli.start import Start, fresh, resumed
 from nereus.core.errors import PlanError, StateError, UserError
 from nereus.core.events import CheckpointWritten, Event, RunFinished, RunStarted, TransitionFinished
 from nereus.core.job import Job
-from nereus.core.plan import Plan
 from nereus.runtime.files import write_atomically
-from nereus.telemetry.folder import RunFolder, check_is_run, read_events
+from nereus.telemetry.folder import Record, RunFolder, check_is_run, read_events
 from nereus.telemetry.progress import Progress, first_and_last
 
 LEDGER, ROLLOUTS = "ledger.jsonl", "rollouts"
@@ -138,8 +137,7 @@ def _run(
     device_type: str,
     console: Console,
 ) -> dict[str, Any]:
-    from nereus.api.jobs import AutoPlanner
-    from nereus.rl.direction import FixedDirector
+    from nereus.cli.directing import link_factors, make_director, transition_rates
     from nereus.rl.ledger import Ledger
     from nereus.rl.loop import Trainer
     from nereus.rl.rollouts import Replay
@@ -149,9 +147,15 @@ def _run(
     from nereus.runtime.fleet import Fleet
 
     job, began = start.job, time.monotonic()
+    capacity_bytes = _usable_bytes(start, device_type)
     with ExitStack() as stack:
-        history = [record.event for record in read_events(folder.path)]
-        emit = _listeners(stack, job, folder, history, console)
+        records = read_events(folder.path)
+        listeners = _listeners(stack, job, folder, [record.event for record in records], console)
+
+        def emit(event: Event) -> None:
+            for listener in listeners:
+                listener(event)
+
         ledger = Ledger(folder.path / LEDGER, size=start.ledger_bytes)
         stack.callback(ledger.close)
         emit(
@@ -163,6 +167,9 @@ def _run(
                 num_steps=job.steps,
                 devices=start.devices,
                 plan=start.plan,
+                policy=job.policy,
+                emulated=job.cluster.pace is not None,
+                capacity_bytes=int(capacity_bytes),
             )
         )
         for choice in start.chosen:
@@ -170,13 +177,13 @@ def _run(
         cluster = make_cluster(
             job.cluster,
             PROGRAM,
-            (prepared.architectures,),
+            (prepared.architectures, capacity_bytes, job.cluster.pace),
             preload=(*PRELOAD, "nereus.cli.main"),
             device_type=device_type,
         )
         stack.callback(cluster.close)
         cluster.start(start.devices)
-        fleet = Fleet(cluster, prepared.specs, usable_bytes=_usable_bytes(start, device_type))
+        fleet = Fleet(cluster, prepared.specs, usable_bytes=capacity_bytes, rates=transition_rates(job))
         fleet.create(start.plan, {**prepared.sources, **start.sources})
         if start.digest and fleet.digest(list(start.sources)) != start.digest:
             raise UserError(
@@ -207,9 +214,8 @@ def _run(
             if last or (job.run.checkpoint_every and step % job.run.checkpoint_every == 0):
                 save(step)
 
-        def replan(devices: Sequence[int], current: Plan) -> Plan:
-            return AutoPlanner(job)(0, devices, current)
-
+        director, heard = make_director(stack, start, fleet, folder.path, emit, _elapsed_s(records))
+        listeners.append(heard)
         stop = stack.enter_context(_interruptible(console))
         trainer = Trainer(
             job=job,
@@ -217,11 +223,13 @@ def _run(
             fleet=fleet,
             ledger=ledger,
             emit=emit,
-            director=FixedDirector(start.changes, replan, fleet),
+            director=director,
             generator=Replay(request.replay / ROLLOUTS) if request.replay is not None else None,
             rollout_folder=folder.path / ROLLOUTS if job.run.record_rollouts else None,
             stop=stop,
             at_boundary=at_boundary,
+            measure=lambda: cluster.call("measurements", dict.fromkeys(cluster.devices, ())).results(),
+            before_step=link_factors(job, cluster),
             models=prepared.sources,
             restore=lambda: restart_point(folder.checkpoints_path, prepared),
         )
@@ -326,7 +334,7 @@ def _new_folder(job: Job) -> RunFolder:
 
 def _listeners(
     stack: ExitStack, job: Job, folder: RunFolder, history: Sequence[Event], console: Console
-) -> Callable[[Event], None]:
+) -> list[Callable[[Event], None]]:
     from nereus.telemetry.console import view_for
     from nereus.telemetry.trace import TraceFile
 
@@ -345,11 +353,12 @@ def _listeners(
     view = view_for(console, clock=time.monotonic, folder=folder.path, history=history)
     listeners.append(stack.enter_context(view).handle)
 
-    def emit(event: Event) -> None:
-        for listener in listeners:
-            listener(event)
+    return listeners
 
-    return emit
+
+def _elapsed_s(records: Sequence[Record]) -> float:
+    """Seconds between the first and the last that earlier sessions of a run wrote down."""
+    return records[-1].time_s - records[0].time_s if records else 0.0
 
 
 @contextmanager

@@ -40,7 +40,8 @@ class Trainer:
     """See the module. emit: takes events. stop: asked at each step boundary. rollout_folder: None keeps no rollouts.
 
     at_boundary: told the next step, and whether the run ends before it; it may write a checkpoint. measure: by device,
-    what workers measured since it was asked last. models, restore: for `Recovery`.
+    what workers measured since it was asked last. before_step: told once the devices of a step are there, again after a
+    failure. models, restore: for `Recovery`.
     """
 
     job: Job
@@ -54,6 +55,7 @@ class Trainer:
     stop: Callable[[], bool] = lambda: False
     at_boundary: Callable[[int, bool], None] = lambda step, last: None
     measure: Callable[[], Mapping[int, Any]] = dict
+    before_step: Callable[[int], None] = lambda step: None
     models: Mapping[ModelStage, Source] = field(default_factory=dict)
     restore: Callable[[], Restart] | None = None
     clock: Callable[[], float] = time.monotonic
@@ -98,6 +100,7 @@ class Trainer:
         """Do what is not done yet of a step."""
         if not at.changed:
             self._change(at)
+        self.before_step(at.step)
         if at.rollouts is None:
             self._sync_weights(at)
             self._generate(at)

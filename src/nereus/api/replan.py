@@ -15,12 +15,14 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from statistics import median
 from typing import Any
 
 from nereus.api.scenario import PlanEstimate, Scenario, candidate_of
 from nereus.controller.admission import Option
 from nereus.core.errors import PlanError, StateError
 from nereus.core.graph import StepTask
+from nereus.core.inventory import CpuHost
 from nereus.core.measurements import (
     ALL_REDUCE,
     GRADIENT_REDUCE,
@@ -47,6 +49,9 @@ WARM_UP_STEPS = 2
 
 CALIBRATE_EVERY = 8
 """Steps between calibrations where nothing triggers a replan."""
+
+SIGNAL_STEPS = 3
+"""Steps over which the median of an achieved efficiency is taken; a plan is not judged by its first, cold step."""
 
 MEMORY_STEPS = 4
 """Steps whose longest response memory is planned for: lengths vary from step to step."""
@@ -92,6 +97,9 @@ class JobPlanner:
         self._scenario, self._longest, self._static, self._clock = scenario, longest, static, clock
         self._overhead_s = overhead_s
         self._planned_bytes = float(scenario.device_kind.memory_bytes)
+        self._has_links = not isinstance(scenario.device, CpuHost)  # processes that share cores have none to be slow
+        self._signals_of: Plan | None = None
+        self._recent: deque[dict[str, float]] = deque(maxlen=SIGNAL_STEPS)
         self._steps: list[_Step] = []
         self._calibrated = False
         self._longest_seen: deque[float] = deque(maxlen=MEMORY_STEPS)
@@ -126,7 +134,7 @@ class JobPlanner:
         return Seen(
             predicted=expected.seconds if expected else {},
             peak_bytes={str(gpu): size for gpu, size in measured.peak_bytes.items()} if measured else {},
-            signals=_signals(measured) if measured else {},
+            signals=self._signals(plan, measured) if measured else {},
             fits=self._fits(expected, measured),
         )
 
@@ -259,6 +267,16 @@ class JobPlanner:
             response_max=longest,
         )
 
+    def _signals(self, plan: Plan, measured: StepMeasurements) -> dict[str, float]:
+        """Achieved FLOP/s and bytes/s, each the median of the last three steps under this plan."""
+        if plan != self._signals_of:
+            self._signals_of, self._recent = plan, deque(maxlen=SIGNAL_STEPS)
+        self._recent.append(_achieved(measured, links=self._has_links))
+        if len(self._recent) < SIGNAL_STEPS:
+            return {}
+        names = set.intersection(*(set(row) for row in self._recent))
+        return {name: median(row[name] for row in self._recent) for name in sorted(names)}
+
     def _take_down(self, step: _Step) -> None:
         """Keep a measured step for the next calibration, which comes by itself if no replan does."""
         self._steps.append(step)
@@ -326,10 +344,10 @@ BANDWIDTH_OF = (GRADIENT_REDUCE, ALL_REDUCE, SEND_RECV, TRANSFER)
 """The traffic whose bandwidth is watched: the first of these that a plan has."""
 
 
-def _signals(measured: StepMeasurements) -> dict[str, float]:
-    """Achieved FLOP/s and bytes/s, where they could be measured."""
+def _achieved(measured: StepMeasurements, *, links: bool) -> dict[str, float]:
+    """FLOP/s and bytes/s of a step, where they could be measured."""
     found = {"compute": measured.flops_s} if measured.flops_s else {}
-    kind = next((kind for kind in BANDWIDTH_OF if kind in measured.bandwidth_bytes_s), None)
+    kind = next((kind for kind in BANDWIDTH_OF if links and kind in measured.bandwidth_bytes_s), None)
     return found if kind is None else {**found, "bandwidth": measured.bandwidth_bytes_s[kind]}
 
 

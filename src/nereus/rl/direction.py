@@ -62,7 +62,10 @@ class Director(Protocol):
     def measured(
         self, step: int, metrics: Mapping[str, float], seconds: Mapping[str, float], measurements: Mapping[int, Any]
     ) -> Extra:
-        """After each step. seconds: by stage. measurements: by device, what its worker measured; empty if it does not."""
+        """After each step. seconds: by stage, and "step" for all so far.
+
+        measurements: by device, what its worker measured; empty if it does not.
+        """
         ...
 
 

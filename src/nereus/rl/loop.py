@@ -155,7 +155,9 @@ class Trainer:
         at.stage = "report"
         started = self.clock()
         metrics = {**at.experience.metrics, **at.totals.metrics}
-        extra = self.director.measured(at.step, metrics, dict(at.seconds), self.measure())
+        measured = self.measure()
+        so_far = {**at.seconds, "step": started - at.began_s}
+        extra = self.director.measured(at.step, metrics, so_far, measured)
         ended = self.clock()
         self._took(at, "controller", ended - started)
         request, response = at.rollouts.requests[0], at.rollouts.responses[0]

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from adaptive_story import AdaptiveRun
+from hypothesis import settings
 
 from nereus.core.events import (
     CheckpointWritten,
@@ -19,6 +20,9 @@ from nereus.core.events import (
     TransitionFinished,
 )
 from nereus.core.plan import ACTOR_GENERATION, ACTOR_TRAINING, REFERENCE_INFERENCE, Layout, Placement, Plan
+
+settings.register_profile("unhurried", deadline=None)  # a busy machine is no bug of a view
+settings.load_profile("unhurried")
 
 
 def _plan(num_devices: int, tp: int, pp: int) -> Plan:

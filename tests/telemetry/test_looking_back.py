@@ -11,6 +11,7 @@ from io import StringIO
 from itertools import count
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 from adaptive_story import AdaptiveRun, decision_event, plan, write_log
@@ -35,6 +36,7 @@ from nereus.telemetry import decisions
 from nereus.telemetry.console import LiveView, PlainView
 from nereus.telemetry.folder import Record, RunFolder, read_events
 from nereus.telemetry.history import History, look_back
+from nereus.telemetry.report import page
 
 
 @pytest.fixture(scope="module")
@@ -118,10 +120,11 @@ def test_a_decision_is_told_with_its_transition_and_what_was_measured(adaptive: 
     history = history_of(adaptive)
     second = history.decision(2)
     assert second is not None and second.transition is not None and second.outcome is not None
-    assert second.transition.step == 19 and second.outcome.after_s == 3.05
+    assert second.transition.step == 19 and second.outcome.number == 2
     assert second.current == plan(range(8))
-    refused = history.decision(1)
-    assert refused is not None and refused.transition is None
+    refused, lost = history.decision(1), history.decision(5)
+    assert refused is not None and refused.transition is None and refused.recovery is None
+    assert lost is not None and lost.recovery is not None and lost.recovery.step == 32
     assert history.decision(99) is None
 
 
@@ -172,10 +175,12 @@ def test_explain_puts_the_numbers_into_the_equation(run: Path, adaptive: list[Ev
     chosen = next(option for option in found["considered"] if option["admitted"])
     payback = chosen["transition_cost_s"] / chosen["savings_s"]
     assert f"= {payback:.3g} steps <= margin x horizon = 0.5 x 12 = 6 steps" in said
+    outcome = found["outcome"]
+    measured = f"{outcome['predicted_s']:.2f} {outcome['after_s']:.2f} ("
     assert found["limit_steps"] == 6 and found["equation"] in said.replace("emulated s", "s")
     assert "144.1 247.2 +72% 30% 12" in said, "reference, value, change, threshold, horizon"
     assert "cannot be executed: device 2 would hold 4.3 of 4.0 GiB" in said
-    for shown in ("tp1 pp1 dp8 -> tp2 pp1 dp4", "1.90 2.16 (12% too low)", "2.86 3.05 (6% too low)"):
+    for shown in ("tp1 pp1 dp8 -> tp2 pp1 dp4", "1.90 2.16 (12% too low)", measured):
         assert shown in said
     refused, _ = told(explain.show, run, 1)
     assert "> margin x horizon = 0.5 x 1 = 0.5 steps" in " ".join(refused.split())
@@ -261,6 +266,7 @@ def every_view(records: list[Record]) -> None:
     assert all(p.start <= p.end for p in history.periods)
     assert all(a.end <= b.start for a, b in zip(history.periods, history.periods[1:], strict=False))
     plain([r.event for r in records])
+    ElementTree.fromstring(page(history, "done"))  # well-formed
 
 
 def test_views_take_any_log(run: Path) -> None:

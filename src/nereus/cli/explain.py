@@ -100,7 +100,7 @@ def explanation(decided: Decided, unit: str) -> RenderableType:
         parts.append(Text(decisions.equation(made, option, unit)))
     parts.append(Text.assemble(f"policy {made.policy}: ", _why(made, option)))
     parts.append(Text(f"decided in {describe.precise(made.replan_seconds)} {unit}, beside the training", style="dim"))
-    if made.chosen is not None:
+    if made.chosen is not None or decided.recovery is not None:
         parts += [Text(), _later(decided, unit)]
     return Group(*parts)
 
@@ -183,6 +183,9 @@ def _later(decided: Decided, unit: str) -> RenderableType:
         predicted = transition.predicted_seconds
         words = f"{describe.error(predicted, took).strip()}{received}".removeprefix("; ")
         table.add_row("transition", describe.seconds(predicted), describe.seconds(took), words)
+    elif (recovery := decided.recovery) is not None:
+        words = f"of it all; update {recovery.rolled}"
+        table.add_row("recovery", describe.seconds(cost), describe.seconds(recovery.seconds), words)
     else:
         table.add_row("transition", describe.seconds(cost), "not yet", "")
     if outcome is not None:

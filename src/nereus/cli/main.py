@@ -219,6 +219,22 @@ class Explain:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Report:
+    """A run as one page of HTML: charts, every decision, changes of plan, failures. It may be going on."""
+
+    run: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]
+    """Folder of the run."""
+    output: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    """Where to write it (RUN/report.html)."""
+
+    def main(self) -> int:
+        from nereus.cli.report import write
+
+        write(Console(highlight=False), self.run, self.output)
+        return 0
+
+
+@dataclass(frozen=True, kw_only=True)
 class Bench:
     """Measure what README and docs quote.
 
@@ -367,7 +383,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130
 
 
-Command = Run | Status | Explain | Plan | Scale | Bench
+Command = Run | Status | Explain | Report | Plan | Scale | Bench
 
 
 def _parse(arguments: Sequence[str] | None) -> Command:
@@ -376,6 +392,7 @@ def _parse(arguments: Sequence[str] | None) -> Command:
         "run": Run,
         "status": Status,
         "explain": Explain,
+        "report": Report,
         "plan": Plan,
         "scale": Scale,
         "bench": Bench,

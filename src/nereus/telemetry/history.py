@@ -1,7 +1,7 @@
 """A run looked back on: its events put together, for views that need more than where it stands.
 
     records ── Progress.after ──> progress      where it stands
-            └─ look_back ───────> decisions     each with the plan before, its transition, and what was measured later
+            └─ look_back ───────> decisions     each with the plan before, its transition or recovery, and what was measured
                                   periods       which plan was in force from where to where
                                   happenings    failures, recoveries, pool changes
                                   sessions      when it was started and gone on with
@@ -47,6 +47,7 @@ class Decided:
     current: Plan | None
     transition: TransitionFinished | None = None
     outcome: OutcomeMeasured | None = None
+    recovery: Recovered | None = None
 
     def to_json(self) -> dict[str, Any]:
         best = self.made.chosen or decisions.best(self.made)
@@ -59,6 +60,7 @@ class Decided:
             "equation": decisions.equation(self.made, best) if best else None,
             "transition": self.transition.to_json() if self.transition else None,
             "outcome": self.outcome.to_json() if self.outcome else None,
+            "recovery": self.recovery.to_json() if self.recovery else None,
         }
 
 
@@ -132,6 +134,7 @@ def look_back(records: Iterable[Record]) -> History:
                     periods = _change(periods, at, periods[-1].plan, event.devices)
             case Recovered():
                 happenings.append(event)
+                _attach_recovery(decided, event)
                 restored = event.restored_from
                 at = place(event.step, event.stage) if restored is None else float(restored)
                 periods = periods if restored is None else _undone(periods, restored)
@@ -183,3 +186,9 @@ def _attach(decided: list[Decided], number: int | None, **found: Any) -> None:
         if decided[i].made.number == number:
             decided[i] = replace(decided[i], **found)
             return
+
+
+def _attach_recovery(decided: list[Decided], event: Recovered) -> None:
+    """To the decision that said how to go on: the last one, if it was urgent and about this step."""
+    if decided and decided[-1].made.urgent and decided[-1].made.step == event.step and decided[-1].transition is None:
+        decided[-1] = replace(decided[-1], recovery=event)

@@ -72,10 +72,11 @@ class Sequences:
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """Some rows of a batch. index: int64 [b], where they stand in it."""
+    """Some rows of a batch. index: int64 [b], where they stand in it. num_places: response tokens."""
 
     index: torch.Tensor
     sequences: Sequences
+    num_places: int
 
 
 def micro_batches(sequences: Sequences, size: int, device: torch.device) -> list[MicroBatch]:
@@ -84,7 +85,10 @@ def micro_batches(sequences: Sequences, size: int, device: torch.device) -> list
     The first micro-batch is the largest: what fits for it fits for all.
     """
     order = torch.argsort(sequences.lengths, descending=True, stable=True)
-    return [MicroBatch(index, sequences.rows(index).to(device)) for index in order.split(size)]
+    return [
+        MicroBatch(index, sequences.rows(index).to(device), int(sequences.response_lengths[index].sum()))
+        for index in order.split(size)
+    ]
 
 
 def scatter_rows(parts: Sequence[tuple[torch.Tensor, torch.Tensor]], num_rows: int) -> torch.Tensor:

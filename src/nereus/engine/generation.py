@@ -94,6 +94,7 @@ class _SubBatch:
         self.mask = (torch.arange(width, device=unit.device) >= width - lengths[:, None]).long()
         self.ended = torch.zeros(len(self.requests), dtype=torch.bool, device=unit.device)
         self.cache = unit.module.new_cache()
+        self._cache_bytes = 0
         self.num_tokens = 0
         self.responses = [Response() for _ in requests]
         self._draws: tuple[torch.Tensor, ...] = ()
@@ -106,6 +107,14 @@ class _SubBatch:
     def place_ids(self) -> torch.Tensor:
         """Positions of the tokens that go in next, [b, t]."""
         return (self.mask.cumsum(-1) - 1).clamp(min=0)[:, -self.tokens.shape[1] :]
+
+    def count_cache(self) -> None:
+        """Tell the budget what the cache has grown or shrunk by; a layer's old one, and its copy for all query heads, were
+        there beside its new one for a moment."""
+        layers = [layer.keys.nbytes + layer.values.nbytes for layer in self.cache.layers]
+        budget, grown, self._cache_bytes = self._unit.budget, sum(layers) - self._cache_bytes, sum(layers)
+        budget.take("kv_cache", grown)
+        budget.touch("workspace", (1 + self._unit.counts.groups) * max(layers))
 
     def sample(self, hidden: torch.Tensor) -> torch.Tensor:
         """On the last pp_stage: the next token of every row, int64 [b]."""
@@ -167,6 +176,7 @@ def generate(unit: Unit, requests: Sequence[Request], sampling: Sampling) -> lis
         per_batch = -(-len(wave) // pp)
         batches = [_SubBatch(unit, wave[i : i + per_batch], sampling) for i in range(0, len(wave), per_batch)]
         _run(unit, batches)
+        unit.budget.hold("kv_cache", 0)
         found += [pair for batch in batches for pair in batch.results()]
     return [response for _, response in sorted(found, key=lambda pair: pair[0])] if unit.answers else None
 
@@ -184,7 +194,11 @@ def _run(unit: Unit, batches: list[_SubBatch]) -> None:
                 continue
             hidden = _forward(unit, batch)
             if unit.module.is_last:
-                own[id(batch)] = tokens = batch.sample(hidden)
+                with (
+                    unit.budget.passing("logits", unit.counts.sampling_bytes(len(batch.requests))),
+                    unit.meter.operation("sample", *unit.counts.sampling(len(batch.requests))),
+                ):
+                    own[id(batch)] = tokens = batch.sample(hidden)
                 for send in _tell(unit, tokens):
                     sends.add(send)
             else:
@@ -194,10 +208,19 @@ def _run(unit: Unit, batches: list[_SubBatch]) -> None:
 
 def _forward(unit: Unit, batch: _SubBatch) -> torch.Tensor:
     if unit.module.is_first:
-        hidden = unit.module.embed(batch.tokens)
+        hidden = unit.embed(batch.tokens)
     else:
         hidden = unit.receive(unit.groups.down, (*batch.tokens.shape, unit.hidden_size), +1)
-    return unit.module.run_layers(hidden, attention_mask=batch.mask, position_ids=batch.place_ids(), cache=batch.cache)
+    (rows, width), keys = batch.tokens.shape, batch.mask.shape[1]
+    with (
+        unit.budget.passing("activations", unit.counts.working_bytes(rows * width)),
+        unit.meter.operation("prefill" if width > 1 else "decode", *unit.counts.layers(rows, width, keys)),
+    ):
+        hidden = unit.module.run_layers(
+            hidden, attention_mask=batch.mask, position_ids=batch.place_ids(), cache=batch.cache
+        )
+        batch.count_cache()
+    return hidden
 
 
 def _tell(unit: Unit, tokens: torch.Tensor) -> list[tuple[torch.Tensor, Pending]]:

@@ -61,6 +61,7 @@ class UnitModule:
             enable({"use_reentrant": False, "preserve_rng_state": False})
             self._decoder.train()
         accepted = inspect.signature(type(self._decoder).forward).parameters
+        self.layers: list[nn.Module] = list(self._decoder.layers)
         self._cache_argument = "cache" if "cache" in accepted else "past_key_values"
 
     # -- decoder -------------------------------------------------------------------------------------------------
@@ -136,8 +137,13 @@ class UnitModule:
         bias = self.parameters.get("score.bias")
         return F.linear(hidden, self.parameters["score.weight"], bias).squeeze(-1).float()
 
+    def head_weight(self) -> torch.Tensor:
+        """This rank's rows of the head's matrix."""
+        name = self._head_spec().name if self.architecture.head == "policy" else "score.weight"
+        return self.parameters[name]
+
     def _local_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        logits = F.linear(enter(hidden, self.tp), self.parameters[self._head_spec().name])
+        logits = F.linear(enter(hidden, self.tp), self.head_weight())
         return soft_cap(logits, self.architecture.config)
 
     def _head_spec(self) -> Any:

@@ -40,9 +40,11 @@ class AdamW:
 def reduce_gradients(unit: Unit) -> None:
     """After this every parameter's gradient is that of the whole batch, bitwise equal wherever it is held twice."""
     parameters = unit.module.parameters
+    unit.allow_gradients()
     for parameter in parameters.values():
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
+    unit.budget.touch("workspace", min(unit.counts.gradient_bytes, 2 * BUCKET_BYTES))
     _reduce_shared(unit)
     embeddings = f"{unit.architecture.prefix}.embed_tokens.weight"
     if unit.architecture.tied and embeddings in parameters:
@@ -50,6 +52,8 @@ def reduce_gradients(unit: Unit) -> None:
         assert gradient is not None
         unit.groups.ends.all_reduce(gradient)
     _all_reduce_flat([p.grad for p in parameters.values() if p.grad is not None], unit.groups.dp)
+    # What the step will need: a rank that has not got it must say so while all can still discard the update.
+    unit.budget.touch("workspace", unit.counts.optimizer_working_bytes)
 
 
 def _reduce_shared(unit: Unit) -> None:
@@ -122,6 +126,13 @@ def _counted_here(unit: Unit, name: str) -> bool:
 @torch.no_grad()
 def step(unit: Unit, settings: AdamW, norm: torch.Tensor) -> None:
     """Clip, update all local parameters, clear the gradients, count the update: after an error the count is TORN."""
+    unit.budget.touch("workspace", unit.counts.optimizer_working_bytes)
+    with unit.meter.operation("optimizer", *unit.counts.optimizer()):
+        _adamw(unit, settings, norm)
+    clear_gradients(unit)
+
+
+def _adamw(unit: Unit, settings: AdamW, norm: torch.Tensor) -> None:
     names = list(unit.module.parameters)
     parameters = [unit.module.parameters[n] for n in names]
     gradients = [p.grad for p in parameters if p.grad is not None]
@@ -149,7 +160,6 @@ def step(unit: Unit, settings: AdamW, norm: torch.Tensor) -> None:
         maximize=False,
     )
     counters[0] = before + 1
-    clear_gradients(unit)
 
 
 def updates(unit: Unit) -> int:
@@ -158,5 +168,7 @@ def updates(unit: Unit) -> int:
 
 
 def clear_gradients(unit: Unit) -> None:
+    if unit.has_gradients:
+        unit.budget.take("gradients", -unit.counts.gradient_bytes)
     for parameter in unit.module.parameters.values():
         parameter.grad = None

@@ -7,7 +7,7 @@ same methods with the same sequences, in the same order.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
@@ -15,6 +15,9 @@ import torch
 from nereus.core.plan import Placement
 from nereus.engine.architecture import Architecture, shares_gradient
 from nereus.engine.batch import MicroBatch, Sequences, micro_batches, scatter_rows
+from nereus.engine.budget import Budget, LayerSavings, storages
+from nereus.engine.counts import Counts
+from nereus.engine.meter import Meter
 from nereus.engine.module import UnitModule
 from nereus.runtime.communicator import Communicator, Pending
 from nereus.runtime.groups import GroupTable
@@ -72,8 +75,20 @@ class Sends:
         self._going = []
 
 
+@dataclass(slots=True)
+class _Pass:
+    """A micro-batch between its forward and its backward pass: input, output, what it keeps by kind of memory."""
+
+    x: torch.Tensor
+    y: torch.Tensor
+    kept: dict[str, int] = field(default_factory=dict)
+
+
 class Unit:
-    """See the module. `state` holds the tensors; the module's parameters are views of them."""
+    """See the module. `state` holds the tensors; the module's parameters are views of them.
+
+    meter, budget: the device's, where it has them: they measure, and may delay or refuse an operation, but change none.
+    """
 
     def __init__(
         self,
@@ -84,6 +99,8 @@ class Unit:
         groups: UnitGroups,
         *,
         trainable: bool = False,
+        meter: Meter | None = None,
+        budget: Budget | None = None,
     ) -> None:
         self.architecture, self.placement, self.state, self.groups = architecture, placement, state, groups
         self.position = placement.position(me)
@@ -98,6 +115,10 @@ class Unit:
             trainable=trainable,
         )
         self.device = self.module.device
+        self.meter, self.budget = meter or Meter(me), budget or Budget(me)
+        self.counts = Counts.of(self.module, recompute=placement.recompute)
+        self._known = storages(self.module.parameters.values())
+        self._savings = LayerSavings(self.module.layers) if placement.recompute and trainable else None
 
     @property
     def answers(self) -> bool:
@@ -112,11 +133,14 @@ class Unit:
         parts: list[tuple[torch.Tensor, torch.Tensor]] = []
         sends = Sends()
         for micro in micro_batches(sequences, self.placement.micro_batch, self.device):
-            hidden = self.module.run_layers(self._input(micro))
-            if self.module.is_last:
-                parts.append((micro.index, head(micro, hidden)))
-            else:
-                sends.add(self.send(self.groups.down, hidden, +1))
+            with self.budget.passing("activations", self.counts.working_bytes(micro.sequences.tokens.numel())):
+                hidden = self.run_layers(self._input(micro))
+                if self.module.is_last:
+                    with self.meter.operation("head", *self.counts.head(micro.num_places)):
+                        parts.append((micro.index, head(micro, hidden)))
+                    self.budget.hold("logits", 0)
+                else:
+                    sends.add(self.send(self.groups.down, hidden, +1))
         sends.wait()
         return scatter_rows(parts, len(sequences)) if self.answers else None
 
@@ -134,6 +158,7 @@ class Unit:
         """(log-probabilities, entropies) of the response tokens, [b, r], zero where there is no token."""
         mask = micro.sequences.response_mask()
         tokens = micro.sequences.response_tokens()[mask]
+        self.budget.take("logits", self.counts.softmax_bytes(len(tokens), kept=torch.is_grad_enabled()))
         values = self.module.token_statistics(hidden[micro.sequences.response_places()], tokens, temperature)
         empty = torch.zeros(mask.shape, device=self.device)
         return empty.masked_scatter(mask, values[0]), empty.masked_scatter(mask, values[1])
@@ -158,39 +183,101 @@ class Unit:
         `engine.optimizer.reduce_gradients` adds those of other ranks.
         """
         micros = micro_batches(sequences, self.placement.micro_batch, self.device)
-        live: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        live: dict[int, _Pass] = {}
         sends, statistics = Sends(), None
         for action, i in one_forward_one_backward(len(micros), self.placement.layout.pp, self.position.pp_stage):
             if action == "forward":
-                x = self._input(micros[i], with_gradient=True)
-                y = self.module.run_layers(x)
-                if self.module.is_last:
-                    y, row = loss(micros[i], y)
+                live[i], row = self._forward(micros[i], loss)
+                if row is not None:
                     statistics = row if statistics is None else statistics + row
                 else:
-                    sends.add(self.send(self.groups.down, y.detach(), +1))
-                live[i] = (x, y)
+                    sends.add(self.send(self.groups.down, live[i].y.detach(), +1))
             else:
-                x, y = live.pop(i)
-                gradient = None if self.module.is_last else self.receive(self.groups.up, y.shape, -1)
-                torch.autograd.backward(y, gradient)
-                if not self.module.is_first:
-                    assert x.grad is not None
-                    sends.add(self.send(self.groups.up, x.grad, -1))
+                gradient = self._backward(micros[i], live.pop(i))
+                if gradient is not None:
+                    sends.add(self.send(self.groups.up, gradient, -1))
         sends.wait()
         return statistics
+
+    def _forward(self, micro: MicroBatch, loss: Loss) -> tuple[_Pass, torch.Tensor | None]:
+        """One micro-batch through the layers; on the last pp_stage through the loss too, whose statistics are second."""
+        before, known = dict(self.budget.held), set(self._known)
+        if self.module.is_first:
+            with self.budget.saved("activations", known):
+                x = self._input(micro, with_gradient=True)
+        else:
+            x = self._input(micro, with_gradient=True)
+            self.budget.keep("boundaries", x, known)
+        with self.budget.saved("activations", known):
+            if self._savings is not None:
+                with self._savings.counted(self.budget, known):
+                    y = self.run_layers(x)
+            else:
+                y = self.run_layers(x)
+        row = None
+        if self.module.is_last:
+            with (
+                self.budget.saved("logits", known),
+                self.meter.operation("head", *self.counts.head(micro.num_places)),
+            ):
+                y, row = loss(micro, y)
+        else:
+            self.budget.keep("boundaries", y, known)
+        return _Pass(x, y, {kind: held - before[kind] for kind, held in self.budget.held.items()}), row
+
+    def _backward(self, micro: MicroBatch, one: _Pass) -> torch.Tensor | None:
+        """The backward pass of a micro-batch; the gradient of its input, but on the first pp_stage."""
+        received = None if self.module.is_last else self.receive(self.groups.up, one.y.shape, -1)
+        self.allow_gradients()
+        ends = [t for t, here in ((one.x, self.module.is_first), (one.y, self.module.is_last)) if not here]
+        rows, width = micro.sequences.tokens.shape
+        places = micro.num_places if self.module.is_last else 0
+        with (
+            self.budget.passing("boundaries", sum(t.numel() * t.element_size() for t in ends)),
+            self.budget.passing("activations", 0 if self._savings is None else self._savings.most_bytes),
+            self.meter.operation("backward", *self.counts.backward(rows, width, places)),
+        ):
+            torch.autograd.backward(one.y, received)
+        for kind, num_bytes in one.kept.items():
+            self.budget.take(kind, -num_bytes)
+        if self.module.is_first:
+            return None
+        assert one.x.grad is not None
+        return one.x.grad
+
+    def allow_gradients(self) -> None:
+        """Memory for all gradients, from the first backward pass on."""
+        if not self.has_gradients:
+            self.budget.take("gradients", self.counts.gradient_bytes)
+
+    @property
+    def has_gradients(self) -> bool:
+        return any(p.grad is not None for p in self.module.parameters.values())
 
     def shared_gradients(self) -> list[str]:
         """Parameters whose gradient is spread over several tp ranks that hold the same indices."""
         tp = self.placement.layout.tp
         return [s.name for s in self.architecture.parameters.tensors if shares_gradient(self.architecture, s, tp)]
 
+    # -- through the module, measured ----------------------------------------------------------------------------
+
+    def embed(self, tokens: torch.Tensor) -> torch.Tensor:
+        """See `UnitModule.embed`."""
+        with self.meter.operation("embedding", *self.counts.embedding(*tokens.shape)):
+            return self.module.embed(tokens)
+
+    def run_layers(self, hidden: torch.Tensor) -> torch.Tensor:
+        """See `UnitModule.run_layers`."""
+        rows, width, _ = hidden.shape
+        with self.meter.operation("forward", *self.counts.layers(rows, width)):
+            return self.module.run_layers(hidden)
+
     # -- between pp_stages ---------------------------------------------------------------------------------------
 
     def _input(self, micro: MicroBatch, *, with_gradient: bool = False) -> torch.Tensor:
         tokens = micro.sequences.tokens
         if self.module.is_first:
-            return self.module.embed(tokens)
+            return self.embed(tokens)
         hidden = self.receive(self.groups.down, (*tokens.shape, self.hidden_size), +1)
         return hidden.requires_grad_(with_gradient)
 

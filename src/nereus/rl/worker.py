@@ -19,6 +19,7 @@ from typing import Concatenate, ParamSpec, TypeVar
 
 import torch
 
+from nereus.core.errors import OutOfMemory
 from nereus.core.job import PaceSection
 from nereus.core.measurements import DeviceMeasurements, task_of
 from nereus.core.plan import ACTOR_GENERATION, ModelStage, Placement
@@ -26,6 +27,7 @@ from nereus.core.sharding import Move, StateSpec
 from nereus.engine import optimizer
 from nereus.engine.architecture import Architecture
 from nereus.engine.batch import Sequences
+from nereus.engine.budget import Budget
 from nereus.engine.generation import Request, Response, Sampling, generate
 from nereus.engine.meter import Meter
 from nereus.engine.pace import Pace
@@ -79,6 +81,7 @@ class RlWorker(UnitStore[Unit]):
         super().__init__(context, {m: state_spec(m, a) for m, a in architectures.items()})
         kept = Pace(pace, check=context.flag.check) if pace is not None and context.device.type == "cpu" else None
         self.meter = self.groups.watcher = Meter(context.device_id, kept)
+        self.budget = self._budget(capacity_bytes)
         self._architectures = architectures
         self._norms: dict[ModelStage, torch.Tensor] = {}
 
@@ -92,6 +95,8 @@ class RlWorker(UnitStore[Unit]):
             state,
             UnitGroups.of(placement, self.me, self.groups),
             trainable=name.stage == "training",
+            meter=self.meter,
+            budget=self.budget,
         )
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Response] | None:
@@ -165,15 +170,56 @@ class RlWorker(UnitStore[Unit]):
 
     def measurements(self) -> DeviceMeasurements:
         """What this device measured since it was last asked."""
-        memory = {"resident": self._held_bytes()}
-        return DeviceMeasurements(device=self.me, tasks=self.meter.take(), memory=memory)
+        peaks = self.budget.take_peaks()
+        fullest = max(peaks.values(), key=lambda kinds: sum(kinds.values()), default={"resident": self._held_bytes()})
+        tasks = self.meter.take(lambda task: peaks.get(task, {}))
+        return DeviceMeasurements(device=self.me, tasks=tasks, memory=fullest)
 
     def set_link_factor(self, factor: float) -> None:
         """From now on the declared links have this share of their bandwidth."""
         if self.meter.pace is not None:
             self.meter.pace.link_factor = factor
 
+    def admit(self, num_bytes: int) -> None:
+        """State is going to take so much more. Raises OutOfMemory."""
+        with self._accounted("transition"):
+            self.budget.take("resident", num_bytes)
+
     @contextmanager
     def _running(self, command: str, name: ModelStage) -> Iterator[None]:
-        with self.meter.command(task_of(command, name)):
+        """A command of a task: measured, accounted for, and cleaned up after where memory was short."""
+        task = task_of(command, name)
+        try:
+            with self.meter.command(task), self._accounted(task):
+                yield
+        except OutOfMemory:
+            if name in self.units:
+                self.discard(name)
+            raise
+
+    @contextmanager
+    def _accounted(self, task: str) -> Iterator[None]:
+        cuda = self.context.device if self.context.device.type == "cuda" else None
+        staged = 0 if self._messages is None else self._messages.staged_bytes
+        gradients = sum(unit.counts.gradient_bytes for unit in self.units.values() if unit.has_gradients)
+        self.budget.begin(self._held_bytes(), gradients, staged)
+        if cuda is not None:
+            torch.cuda.reset_peak_memory_stats(cuda)
+        try:
             yield
+        except torch.OutOfMemoryError as error:
+            raise OutOfMemory(f"device {self.me}: {' '.join(str(error).split())}") from error
+        finally:
+            measured = None if cuda is None else torch.cuda.max_memory_allocated(cuda)
+            rest = "activations" if task in ("actor_update", "critic_update") else "workspace"
+            self.budget.end(task, measured, rest)
+
+    def _budget(self, capacity_bytes: float | None) -> Budget:
+        """A GPU's allocator keeps to the capacity by itself."""
+        device = self.context.device
+        if device.type != "cuda":
+            return Budget(self.me, capacity_bytes)
+        if capacity_bytes is not None:
+            whole = torch.cuda.get_device_properties(device).total_memory
+            torch.cuda.set_per_process_memory_fraction(min(1.0, capacity_bytes / whole), device)
+        return Budget(self.me, allocator=True)

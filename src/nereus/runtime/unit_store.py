@@ -77,6 +77,9 @@ class UnitStore(Generic[U]):
         """A unit's rank over its state; called at commit."""
         raise NotImplementedError  # the one method a program must give
 
+    def admit(self, num_bytes: int) -> None:
+        """Called before state takes so much more memory; a program that keeps an account may raise OutOfMemory."""
+
     # -- commands ------------------------------------------------------------------------------------------------
 
     def ping(self) -> int:
@@ -117,6 +120,7 @@ class UnitStore(Generic[U]):
 
     def create(self, model_stage: ModelStage, holding: Holding) -> None:
         """A shard of zeros, for `load` or weight_sync to fill."""
+        self.admit(self.specs[model_stage].holding_bytes(holding))
         state = LocalState.empty(self.specs[model_stage], holding, self._allocator)
         state.add(holding, zero=True)
         self._states[model_stage] = state
@@ -261,6 +265,7 @@ class UnitStore(Generic[U]):
             counts = [sum(stop - start for start, stop in intervals) for intervals in (written[n], holding[n])]
             if merge_intervals(written[n]) != holding[n] or counts[0] != counts[1]:
                 raise StateError(f"{model_stage}: of {n}, {holding[n]} is to be written, {sorted(written[n])} would be")
+        self.admit(self.specs[model_stage].holding_bytes({n: holding[n] for n in fresh}))
         incoming.add(fresh)
         self._note_peak()
         return incoming

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 import pytest
 
@@ -75,7 +76,15 @@ def question(
         lowerings=LOWERINGS,
         setup_s=0.0,
     )
-    return Question(number=1, devices=devices, current=plan, situation=situation, lengths=lengths, link_changed=link)
+    return Question(
+        number=1,
+        devices=devices,
+        current=plan,
+        situation=situation,
+        lengths=lengths,
+        after_failure=False,
+        link_changed=link,
+    )
 
 
 def ask(planner: JobPlanner, asked: Question) -> Answer:
@@ -103,6 +112,15 @@ def test_options_come_best_first_with_the_cost_of_their_own_transition(scenario:
     for option in ordered:
         assert option.plan != plan and set(option.plan.gpus) <= set(asked.devices)
         assert option.transition_cost_s == pytest.approx(asked.situation.program(option.plan).dag.seconds + 0.25)
+
+
+def test_after_a_failure_the_cost_is_of_what_is_really_held(scenario: Scenario, planner: JobPlanner) -> None:
+    plan = scenario.choose(k=1).best.plan
+    asked = replace(question(scenario, plan, LONG), after_failure=True)
+    calm = {str(o.plan.to_json()): o for o in ask(planner, question(scenario, plan, LONG)).options}
+    for option in ask(planner, asked).options:  # all is there as the plan says: both ways to cost it agree
+        twin = calm[str(option.plan.to_json())]
+        assert option.transition_cost_s == pytest.approx(twin.transition_cost_s)
 
 
 def test_a_plan_that_lengths_have_outgrown_is_invalid_and_what_is_offered_fits(

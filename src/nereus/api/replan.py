@@ -38,7 +38,10 @@ from nereus.cost.work import CLASSES
 from nereus.planner.choice import PlanChoice
 from nereus.planner.problem import HEADROOM
 from nereus.rl.adapt import Answer, Lengths, Question, Seen
+from nereus.runtime.fleet import Situation
 from nereus.transition.align import align_plan
+from nereus.transition.dag import TransitionDag
+from nereus.transition.plan import plan_transition
 from nereus.transition.profile import StateProfile
 
 ALTERNATIVES = 5
@@ -214,7 +217,7 @@ class JobPlanner:
         estimate = scenario.estimate(plan)
         cost, why = None, ""
         try:
-            cost = question.situation.program(plan).dag.seconds + self._overhead_s
+            cost = self._transition(question, plan).seconds + self._overhead_s
         except (PlanError, StateError) as error:
             why = str(error)
         return Option(
@@ -225,15 +228,32 @@ class JobPlanner:
             last_resort=last_resort,
         )
 
+    def _transition(self, question: Question, plan: Plan) -> TransitionDag:
+        """The DAG of a change: from plan to plan, or from the very regions that are held where no plan describes them."""
+        now = question.situation
+        if question.after_failure:
+            return now.program(plan).dag
+        return plan_transition(
+            self._profiles_of(now),
+            question.current,
+            plan,
+            node_of=now.node_of(plan),
+            rates=now.rates,
+            usable_bytes=now.usable_bytes,
+            base_bytes=now.base_bytes,
+            lowerings=now.lowerings,
+            setup_s=now.setup_s,
+        )
+
+    def _profiles_of(self, situation: Situation) -> dict[ModelStage, StateProfile]:
+        if not self._profiles:
+            self._profiles = {name: StateProfile.of(spec) for name, spec in situation.specs.items()}
+        return self._profiles
+
     def _laid_out(self, plan: Plan, question: Question) -> Plan:
         """Every model-stage's devices in the order that keeps the most of its state in place."""
-        if not question.current.placements:
-            return plan
-        specs = question.situation.specs
-        for name in specs:
-            if name not in self._profiles:
-                self._profiles[name] = StateProfile.of(specs[name])
-        aligned = align_plan(plan, question.current, self._profiles, question.situation.node_of(plan))
+        profiles, node_of = self._profiles_of(question.situation), question.situation.node_of(plan)
+        aligned = align_plan(plan, question.current, profiles, node_of)
         kept = {p.model_stage: p for p in question.current.placements}
         return Plan(tuple(kept[p.model_stage] if _same(p, kept.get(p.model_stage)) else p for p in aligned.placements))
 

@@ -68,15 +68,19 @@ class Lengths:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """What a replan is about. current: the plan in force, which may use devices that are no more."""
+    """What a replan is about. current: the plan in force, which may use devices that are no more.
+
+    after_failure: devices may hold parts of shards that the plan does not describe.
+    link_changed: the bandwidth of links, relative to what it was at the last replan.
+    """
 
     number: int
     devices: tuple[int, ...]
     current: Plan
     situation: Situation
     lengths: Lengths
+    after_failure: bool
     link_changed: float
-    """The bandwidth of links, relative to what it was at the last replan."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,7 +162,7 @@ class AdaptiveDirector:
         self._bandwidth_planned: float | None = None
         self._asked: StartReplan | None = None
         self._going: StartTransition | None = None
-        self._overhead_s = 0.0
+        self._failing = False
         self._outcomes: list[_Outcome] = []
         self._step_seconds: list[float] = []
         self._static = policy == "static"
@@ -188,8 +192,10 @@ class AdaptiveDirector:
             raise Unrecoverable("no device is left")
         if lost:
             self._emit(events.PoolChanged(step=step, devices=self._devices, lost=tuple(sorted(lost)), why="failure"))
+        self._failing = True
         self._tell(PoolChanged(step=step, devices=self._devices, lost=True))
         change = self._follow(step, wait=True)
+        self._failing = False
         if change is None:
             raise Unrecoverable(f"no plan for devices {list(self._devices)} was found")
         return change
@@ -317,6 +323,7 @@ class AdaptiveDirector:
             current=self._fleet.plan,
             situation=self._fleet.situation(),
             lengths=self._lengths or Lengths(mean=0.0, p95=0.0, max=0.0),
+            after_failure=self._failing,
             link_changed=changed,
         )
 

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from comparing_runs import SAME, difference, weights
 from safetensors.torch import load_file, save_file
 
 from nereus.core.errors import UserError
@@ -22,26 +23,11 @@ from nereus.telemetry.folder import read_events
 Run = Callable[..., dict[str, Any]]
 WriteJob = Callable[..., Path]
 
-SAME = 1e-4
 GRPO: dict[str, Any] = {
     "algorithm": {"name": "grpo"},
     "batch": {"prompts": 4, "samples_per_prompt": 4},
     "critic": None,
 }
-
-
-def weights(summary: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """The final parameters of both trained models."""
-    folder = sorted((Path(summary["run"]) / "checkpoints").glob("step-*"))[-1]
-    files = folder.rglob("model-*.safetensors")
-    return {f"{file.parent.name}/{name}": t for file in files for name, t in load_file(file).items()}
-
-
-def difference(a: dict[str, Any], b: dict[str, Any]) -> float:
-    """The largest difference of a final weight."""
-    left, right = weights(a), weights(b)
-    assert left.keys() == right.keys() and left
-    return max((left[name] - right[name]).abs().max().item() for name in left)
 
 
 def curve(summary: dict[str, Any], metric: str) -> np.ndarray:

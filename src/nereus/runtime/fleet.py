@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +83,10 @@ class Transition:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Situation:
-    """Who holds what, and what a change is planned with. nodes: of each device of the pool. setup_s: before it begins."""
+    """Who holds what, and what a change is planned with. nodes: of each device of the pool. setup_s: before it begins.
+
+    gone: of these model-stages no device has all any more: they will be loaded from files.
+    """
 
     specs: Mapping[ModelStage, StateSpec]
     holdings: Mapping[ModelStage, Holdings]
@@ -94,6 +97,7 @@ class Situation:
     base_bytes: float
     lowerings: tuple[Lowering, ...]
     setup_s: float
+    gone: frozenset[ModelStage] = frozenset()
 
     def node_of(self, plan: Plan) -> Ints:
         """[devices] node of every device id up to the largest; a device that is not there yet is taken to be on node 0."""
@@ -112,7 +116,7 @@ class Situation:
             usable_bytes=self.usable_bytes,
             base_bytes=self.base_bytes,
             lowerings=self.lowerings,
-            remade={ACTOR_GENERATION, *restored},
+            remade={ACTOR_GENERATION, *self.gone, *restored},
             setup_s=self.setup_s,
         )
 
@@ -144,6 +148,7 @@ class Fleet:
         self._version = 0
         self._versions: dict[ModelStage, int] = {}
         self._broken = False
+        self._gone: frozenset[ModelStage] = frozenset()
         self._sync: MovePlan | None = None
         self._group_s, self._opened = GROUP_S, 0
 
@@ -184,7 +189,7 @@ class Fleet:
 
         Raises InfeasibleTransition; StateError when the last copy of something else is gone.
         """
-        return self.situation().program(plan, restored)
+        return replace(self.situation(), gone=frozenset()).program(plan, restored)
 
     def situation(self) -> Situation:
         """What a change would start from now: a copy, good until the next change or failure, for any thread."""
@@ -198,6 +203,7 @@ class Fleet:
             base_bytes=self.staging_bytes,
             lowerings=tuple(self.lowerings),
             setup_s=self._opened * self._group_s,
+            gone=self._gone,
         )
 
     def change(
@@ -246,7 +252,9 @@ class Fleet:
                 self._owners.set(name, gpu, holding, None)
         self._broken, self._sync = True, None
         lost = {name: missing(self.specs[name], self._owners.of(name)) for name in self.specs}
-        return {name: regions for name, regions in lost.items() if regions and name != ACTOR_GENERATION}
+        found = {name: regions for name, regions in lost.items() if regions and name != ACTOR_GENERATION}
+        self._gone = frozenset(found)
+        return found
 
     def drop(self, names: Sequence[ModelStage]) -> None:
         """Free what devices hold of model-stages that the next change will load from files. Only after `salvage`."""
@@ -351,7 +359,7 @@ class Fleet:
         for gpu, versions in found.items():
             if versions != {p.model_stage: self._versions[p.model_stage] for p in plan.placements if gpu in p.gpus}:
                 raise StateError(f"device {gpu} has units of versions {versions}, the plan has others")
-        self.plan, self._sync = plan, None
+        self.plan, self._sync, self._gone = plan, None, frozenset()
 
     def weight_sync(self) -> int:
         """Give the generation units the trained parameters; returns the bytes that crossed between ranks."""

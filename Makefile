@@ -32,9 +32,11 @@ smollm2: .venv/installed-smollm2
 	$(PIP) --editable .
 	touch $@
 
-# reasoning-gym builds one small C extension: where there is no compiler its tests are skipped.
+# reasoning-gym builds one small C extension: where there is no compiler its tests are skipped. So are Ray's, where there is
+# no wheel of it for this Python.
 .venv/installed-dev: .venv/installed
 	$(PIP) --editable '.[dev]'
+	@$(PIP) --editable '.[ray]' || echo 'no Ray for this Python: it is left out and its tests are skipped'
 	@if command -v cc >/dev/null; then $(PIP) --editable '.[reasoning]'; \
 	else echo 'no C compiler: reasoning-gym is left out and its tests are skipped'; fi
 	touch $@

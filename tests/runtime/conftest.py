@@ -10,9 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from devices_for_tests import DEVICES, PRELOAD, PROGRAM, Devices
 
-from nereus.runtime.cluster import LocalCluster
+pytest.register_assert_rewrite("cluster_conformance", "devices_for_tests")
+
+from devices_for_tests import DEVICES, PRELOAD, PROGRAM, Devices  # noqa: E402
+
+from nereus.runtime.cluster import LocalCluster  # noqa: E402
 
 
 @pytest.fixture(scope="session")

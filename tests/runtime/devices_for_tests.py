@@ -12,11 +12,14 @@ import pytest
 import torch.distributed as dist
 
 from nereus.runtime.calls import WorkerCall
-from nereus.runtime.cluster import LocalCluster, WorkerDied, WorkerFailed
+from nereus.runtime.cluster import WorkerCluster, WorkerDied, WorkerFailed
 
 DEVICES = (0, 1, 2, 3)
 PROGRAM = "programs_for_tests:Talker"
 PRELOAD = ("nereus.runtime.unit_store",)
+LARGE = bytes(4 * 2**20)
+"""Many times what a pipe holds."""
+
 PROMPT_S = 15.0
 """What must happen at once has this long on a busy machine; timeouts that must not be what ends a wait are far longer."""
 
@@ -44,7 +47,7 @@ def parent_of(pid: int) -> int:
 class Devices:
     """The four devices, as tests talk to them."""
 
-    def __init__(self, cluster: LocalCluster, board: dist.TCPStore) -> None:
+    def __init__(self, cluster: WorkerCluster, board: dist.TCPStore) -> None:
         self.cluster = cluster
         self.board = board
         self._names = itertools.count()
@@ -87,7 +90,9 @@ class Devices:
         wait_until(lambda: process_state(self.pid(device)) == "T")
 
     def pid(self, device: int) -> int:
-        return self.cluster.process_id(device)
+        found = self.cluster.process_id(device)
+        assert found is not None
+        return found
 
 
 def error_of(call: WorkerCall) -> Exception:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -26,7 +24,7 @@ from nereus.core.plan import Plan
 from nereus.rl.adapt import AdaptiveDirector
 from nereus.rl.direction import Director, FixedDirector
 from nereus.rl.supply import SCALE, News, Supply, read_trace
-from nereus.runtime.cluster import Cluster, LocalCluster
+from nereus.runtime.cluster import Cluster
 from nereus.runtime.fleet import LOCAL_RATES, Fleet
 from nereus.transition.rates import Rates
 
@@ -53,7 +51,7 @@ def make_director(
         supply_points(job),
         elapsed_s=lambda: elapsed_s + time.monotonic() - began,
         requests=folder / SCALE,
-        kill=_killer(fleet.cluster),
+        kill=fleet.cluster.kill,
         cluster_news=_news(fleet.cluster),
         first_step=start.first_step,
     )
@@ -138,18 +136,6 @@ def _scenario(job: Job) -> Scenario | None:
 
 def _replan(job: Job) -> Callable[[Sequence[int], Plan], Plan]:
     return lambda devices, current: AutoPlanner(job)(0, devices, current)
-
-
-def _killer(cluster: Cluster) -> Callable[[int], None] | None:
-    """Ends a device as a spot reclaim does; only where devices are processes of this machine."""
-    if not isinstance(cluster, LocalCluster):
-        return None
-
-    def kill(device: int) -> None:
-        if device in cluster.devices:
-            os.kill(cluster.process_id(device), signal.SIGKILL)
-
-    return kill
 
 
 def _news(cluster: Cluster) -> Callable[[], Sequence[News]]:

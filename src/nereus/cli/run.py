@@ -129,6 +129,14 @@ def _usable_bytes(start: Start, device_type: str) -> float:
     return device_memory_bytes(start.job, device_type, most)
 
 
+def _most_devices(start: Start) -> int:
+    """How many devices the job says it may have at a time."""
+    from nereus.cli.directing import supply_points
+
+    changed = [len(change.devices) for change in start.changes]
+    return max(len(start.devices), *changed, *(point.devices or 0 for point in supply_points(start.job)), 0)
+
+
 def _run(
     request: RunRequest,
     start: Start,
@@ -180,6 +188,7 @@ def _run(
             (prepared.architectures, capacity_bytes, job.cluster.pace),
             preload=(*PRELOAD, "nereus.cli.main"),
             device_type=device_type,
+            most_devices=_most_devices(start),
         )
         stack.callback(cluster.close)
         cluster.start(start.devices)

@@ -27,7 +27,7 @@ from typing import Any, Protocol
 import torch.distributed as dist
 
 from nereus.runtime.calls import Call, Inbox, Watch, Worker, WorkerCall, WorkerDied, WorkerFailed, WorkerProcess
-from nereus.runtime.heartbeat import Limits, Look, look_at
+from nereus.runtime.heartbeat import Limits
 from nereus.runtime.memory import has_shared_memory
 from nereus.runtime.worker import START, Command, WorkerSettings, pack, worker_main
 
@@ -222,6 +222,10 @@ class WorkerCluster:
         if (worker := self._workers.get(device)) is not None:
             worker.kill()
 
+    def process_id(self, device: int) -> int | None:
+        """The operating system's id of a device's process; None for one of another machine."""
+        return self._workers[device].process.pid
+
     def close(self) -> None:
         self.abort("the cluster is closing")
         self.stop(self.devices)
@@ -318,6 +322,10 @@ class _LocalProcess:
         return int(self.process.sentinel)
 
     @property
+    def pid(self) -> int | None:
+        return int(self.process.pid)
+
+    @property
     def exit_code(self) -> int | None:
         code: int | None = self.process.exitcode
         return code
@@ -325,9 +333,6 @@ class _LocalProcess:
     @property
     def how(self) -> str:
         return ""
-
-    def look(self) -> Look | None:
-        return look_at(self.process.pid)
 
     def kill(self) -> None:
         self.process.kill()
@@ -369,16 +374,9 @@ class LocalCluster(WorkerCluster):
         )
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload([worker_main.__module__, program.partition(":")[0], *preload])
-        self._pids: dict[int, int] = {}
 
     def node_of(self, device: int) -> int:
         return 0
-
-    def process_id(self, device: int) -> int:
-        """The operating system's id of a device's process."""
-        if device not in self._workers:
-            raise ValueError(f"no such device: {device}; running are {list(self.devices)}")
-        return self._pids[device]
 
     def _spawn(self, devices: Sequence[int]) -> None:
         _start_fork_server()
@@ -394,7 +392,6 @@ class LocalCluster(WorkerCluster):
             process.start()
             remote_commands.close()
             remote_control.close()
-            self._pids[device] = process.pid or 0
             self._add(device, _LocalProcess(process), commands, control)
 
 

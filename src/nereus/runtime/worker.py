@@ -22,7 +22,7 @@ import threading
 import traceback
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -48,7 +48,10 @@ class WorkerContext:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerSettings:
-    """How to start a worker. program: "module:Class", built with (context, *arguments); its methods are the commands."""
+    """How to start a worker. program: "module:Class", built with (context, *arguments); its methods are the commands.
+
+    own_gpu: the process sees one GPU, its own; otherwise it sees all of the machine, and device i uses the ith.
+    """
 
     program: str
     store_host: str
@@ -56,6 +59,7 @@ class WorkerSettings:
     device_type: str
     timeout_s: float
     shared_memory: bool
+    own_gpu: bool = False
 
 
 ALIVE_QUESTION = None
@@ -156,7 +160,7 @@ class _Device:
         settings = self._settings
         device = torch.device("cpu")
         if settings.device_type == "cuda":
-            device = torch.device("cuda", self._device_id)
+            device = torch.device("cuda", 0 if settings.own_gpu else self._device_id)
             torch.cuda.set_device(device)
         context = WorkerContext(
             device_id=self._device_id,
@@ -170,10 +174,15 @@ class _Device:
         self._program = getattr(importlib.import_module(module), name)(context, *arguments)
 
 
-def worker_main(device_id: int, settings: WorkerSettings, commands: Connection, control: Connection) -> None:
-    """The life of a worker process; returns when told to stop."""
+def worker_main(device_id: int, settings: WorkerSettings, commands: Connection, control: Connection) -> NoReturn:
+    """The life of a worker process that is a child of the controller."""
     for number in (signal.SIGINT, signal.SIGTERM):  # to the whole group: for the controller, which lets the step end
         signal.signal(number, signal.SIG_IGN)
+    serve(device_id, settings, commands, control)
+
+
+def serve(device_id: int, settings: WorkerSettings, commands: Connection, control: Connection) -> NoReturn:
+    """Run commands until told to stop, then end the process."""
     torch.set_num_threads(1)
     flag = AbortFlag()
     epochs = _Epochs(flag)

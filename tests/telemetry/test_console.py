@@ -177,6 +177,8 @@ def test_first_and_last_means_never_share_a_step(values: list[float]) -> None:
         (describe.data_size(512), "512 B"),
         (describe.data_size(3_200_000), "3.2 MB"),
         (describe.data_size(7e15), "7000.0 TB"),
+        (describe.count(2.8384e9), "2.84 G"),
+        (describe.count(7e18), "7e+03 P"),
         (describe.ranges([3, 0, 1, 2, 6]), "0-3,6"),
     ],
 )

@@ -64,7 +64,7 @@ def overview(history: History) -> Table:
         table.add_row(
             str(made.number),
             str(made.step),
-            decisions.reason(made),
+            decisions.reason(made, short=True),
             "-" if invalid else describe.precise(option.get("savings_s")),
             describe.precise(option.get("transition_cost_s")),
             "urgent" if made.urgent else decisions.steps(option.get("payback_steps")).replace("?", "never"),
@@ -128,7 +128,7 @@ def _triggers(made: DecisionMade) -> RenderableType:
             signal,
             *(decisions.count_words(v) if counted else decisions.value_words(signal, v) for v in (reference, value)),
             decisions.change(value, reference) if reference else "-",
-            f"{threshold:.0%}" if describe.known(threshold) else "any",
+            f"{threshold:.0%}" if describe.known(threshold) else "any" if counted else "-",
             decisions.steps(row.get("horizon_steps")),
         )
     return table
@@ -178,20 +178,22 @@ def _later(decided: Decided, unit: str) -> RenderableType:
     chosen = decided.made.chosen or {}
     cost, latency = chosen.get("transition_cost_s"), chosen.get("step_latency_s")
     if transition is not None:
-        took = transition.seconds
-        received = f"; received {describe.data_size(transition.received_bytes)}"
-        predicted = transition.predicted_seconds
-        words = f"{describe.error(predicted, took).strip()}{received}".removeprefix("; ")
-        table.add_row("transition", describe.seconds(predicted), describe.seconds(took), words)
+        took, alone = transition.seconds, transition.predicted_seconds
+        predicted = cost if cost is not None else alone
+        words = [describe.error(predicted, took).strip(), f"received {describe.data_size(transition.received_bytes)}"]
+        if describe.precise(alone) != describe.precise(predicted):
+            words.append(f"{describe.precise(alone)} predicted for its primitives alone")
+        table.add_row("transition", describe.seconds(predicted), describe.seconds(took), _joined(words))
     elif (recovery := decided.recovery) is not None:
-        words = f"of it all; update {recovery.rolled}"
-        table.add_row("recovery", describe.seconds(cost), describe.seconds(recovery.seconds), words)
+        words = [f"of all of it; update {recovery.rolled}"]
+        table.add_row("recovery", describe.seconds(cost), describe.seconds(recovery.seconds), _joined(words))
     else:
         table.add_row("transition", describe.seconds(cost), "not yet", "")
     if outcome is not None:
         off = describe.error(outcome.predicted_s, outcome.after_s).strip()
-        words = f"{off}; mean of {outcome.steps} steps".removeprefix("; ")
-        table.add_row("step after", describe.seconds(outcome.predicted_s), describe.seconds(outcome.after_s), words)
+        words = [off, f"mean of {outcome.steps} steps"]
+        after = describe.seconds(outcome.after_s)
+        table.add_row("step after", describe.seconds(outcome.predicted_s), after, _joined(words))
         if describe.known(outcome.before_s):
             gained = outcome.before_s - outcome.after_s
             now_s = decided.made.step_latency_s
@@ -201,6 +203,10 @@ def _later(decided: Decided, unit: str) -> RenderableType:
     else:
         table.add_row("step after", describe.seconds(latency), "not yet", "")
     return table
+
+
+def _joined(words: list[str]) -> str:
+    return "; ".join(filter(None, words))
 
 
 def _repaid_really(transition_s: float, gained_s: float) -> str:

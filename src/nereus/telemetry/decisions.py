@@ -14,8 +14,8 @@ from nereus.core.plan import Plan
 from nereus.telemetry import describe
 from nereus.telemetry.describe import known
 
-POOL, EVERY, BANDWIDTH = "pool", "every", "bandwidth"
-"""Signals that are told otherwise: the number of devices, that it is time again, bytes a second."""
+POOL, EVERY, BANDWIDTH, COMPUTE = "pool", "every", "bandwidth", "compute"
+"""Signals that are told otherwise: the number of devices, that it is time again, bytes a second, FLOP/s."""
 
 
 def line(event: DecisionMade, current: Plan | None, unit: str = "s") -> str:
@@ -48,18 +48,21 @@ def best(event: DecisionMade) -> Mapping[str, Any] | None:
     return event.considered[0] if event.considered else None
 
 
-def reason(event: DecisionMade) -> str:
-    """The signals that triggered, each with its change."""
-    return ", ".join(trigger(t) for t in event.triggers) or ("the plan is invalid" if event.urgent else "asked")
+def reason(event: DecisionMade, *, short: bool = False) -> str:
+    """The signals that triggered, each with its change; short: without the values."""
+    words = [trigger(t, short=short) for t in event.triggers]
+    return ", ".join(words) or ("the plan is invalid" if event.urgent else "asked")
 
 
-def trigger(row: Mapping[str, Any]) -> str:
+def trigger(row: Mapping[str, Any], *, short: bool = False) -> str:
     """`length_mean +34% (512.0 -> 686.0)`, `pool 8 -> 6 devices`, `10 steps have passed`."""
     signal, value, reference = str(row.get("signal", "?")), row.get("value"), row.get("reference")
     if signal == POOL:
         return f"pool {count_words(reference)} -> {count_words(value)} devices"
     if signal == EVERY:
         return f"{count_words(row.get('horizon_steps'))} steps have passed"
+    if short:
+        return f"{signal} {change(value, reference)}"
     return f"{signal} {change(value, reference)} ({value_words(signal, reference)} -> {value_words(signal, value)})"
 
 
@@ -69,10 +72,12 @@ def count_words(value: Any) -> str:
 
 
 def value_words(signal: str, value: Any) -> str:
-    """A signal's value: `686.0`, `250.0 MB/s` of a bandwidth."""
+    """A signal's value: `686.0`, `250.0 MB/s` of a bandwidth, `2.8 GFLOP/s` of computing."""
     if not known(value):
         return "?"
-    return f"{describe.data_size(value)}/s" if signal == BANDWIDTH else describe.number(value)
+    if signal == BANDWIDTH:
+        return f"{describe.data_size(value)}/s"
+    return f"{describe.count(value)}FLOP/s" if signal == COMPUTE and abs(value) >= 1000 else describe.number(value)
 
 
 def change(value: Any, reference: Any) -> str:

@@ -83,6 +83,15 @@ def data_size(num_bytes: float) -> str:
     return f"{num_bytes:.1f} TB"
 
 
+def count(value: float) -> str:
+    """A large number in powers of 1000 and the letter of that power: `2.8 G`."""
+    for letter in ("", "k", "M", "G", "T"):
+        if abs(value) < 1000:
+            return f"{value:.3g} {letter}"
+        value /= 1000
+    return f"{value:.3g} P"
+
+
 def ranges(ids: Iterable[int]) -> str:
     """Device ids, short: `0-3,6`."""
     runs: list[list[int]] = []

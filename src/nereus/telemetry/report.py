@@ -212,7 +212,7 @@ def _decisions(history: History) -> str:
         rows.append([
             ("number", str(made.number)),
             ("number", str(made.step)),
-            ("", decisions.reason(made)),
+            ("", decisions.reason(made, short=True)),
             ("number", describe.precise(made.step_latency_s) if valid else "invalid"),
             ("number", describe.precise(option.get("savings_s")) if valid else "-"),
             ("number", describe.precise(option.get("transition_cost_s"))),

@@ -30,7 +30,20 @@ STAGE_STYLES = {
     "controller": "controller",
     "other": "other",
 }
+MODEL_STYLES = {
+    "actor/generation": 0,
+    "reference/inference": 1,
+    "critic/training": 2,
+    "actor/training": 3,
+    "reward/inference": 4,
+}
+"""Numbers of colours; any other model-stage takes what is left."""
+
 GB = 1e9
+
+
+def model_style(name: ModelStage) -> str:
+    return f"model-{MODEL_STYLES.get(str(name), 5)}-fill"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,7 +201,8 @@ def latency(history: History) -> Chart:
     if finite(predicted):
         legend.append(("predicted", "predicted for the plan in force"))
     if history.progress.transitions:
-        legend.append(("change-line", "plan changed; the number is that of its decision"))
+        decided = any(t.decision is not None for t in history.progress.transitions)
+        legend.append(("change-line", "plan changed" + ("; the number is that of its decision" if decided else "")))
     if any(isinstance(e, DeviceFailed) for e in history.happenings):
         legend.append(("failure-line", "device failed, and the number of the decision how to go on"))
     note = f"Each bar is the mean of {len(groups[0])} or so steps." if len(steps) > MOST_BARS else ""
@@ -319,7 +333,7 @@ def gantt(history: History) -> Chart | None:
             d.line(x(mark.at), TOP - 4, x(mark.at), bottom, "mark change-line")
         d.text(x(mark.at), TOP - 8, mark.label, f"label {mark.style}-text", "middle")
     steps_axis(d, x, bottom)
-    legend = [(f"model-{i % 6}-fill", str(m)) for i, m in enumerate(names)]
+    legend = [(model_style(m), str(m)) for m in names]
     legend += [("pool-fill", "in the pool")]
     shown = {kind for e in history.happenings for kind in _kinds(e)}
     legend += [item for kind, item in _MARKS.items() if kind in shown]
@@ -404,12 +418,11 @@ def _row(
             d.rect(left, y, right - left, lane * len(names), "pool-fill")
         for i, name in enumerate(names):
             if name in p.plan and device in p.plan[name].gpus:
-                _segment(d, left, right, y + i * lane, lane, device, p.plan, name, i, f"steps {p.start:g} to {p.end:g}")
+                _segment(d, left, right, y + i * lane, lane, device, p.plan, name, f"steps {p.start:g} to {p.end:g}")
 
 
 def _segment(
-    d: Drawing, left: float, right: float, y: float, lane: float, device: int, plan: Plan, name: ModelStage, i: int,
-    when: str,
+    d: Drawing, left: float, right: float, y: float, lane: float, device: int, plan: Plan, name: ModelStage, when: str,
 ) -> None:  # fmt: skip
     placement = plan[name]
     position = placement.position(device)
@@ -418,7 +431,7 @@ def _segment(
         f"dp{placement.dp}, device {device}, {when}"
     )
     shade = "" if position.unit % 2 == 0 else " odd"
-    d.rect(left + 0.5, y + 0.5, right - left - 1, lane - 1, f"model-{i % 6}-fill{shade}", words)
+    d.rect(left + 0.5, y + 0.5, right - left - 1, lane - 1, f"{model_style(name)}{shade}", words)
     if right - left >= LABEL_WIDTH and lane >= LABEL_HEIGHT:
         label = f"u{position.unit}"
         label += f" p{position.pp_stage}" if placement.layout.pp > 1 else ""

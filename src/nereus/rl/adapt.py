@@ -357,7 +357,13 @@ class AdaptiveDirector:
         self, step: int, request: StartReplan, decision: Decision, answer: Answer
     ) -> events.DecisionMade:
         triggers = [
-            {"signal": t.signal, "value": t.value, "reference": t.reference, "horizon_steps": t.horizon_steps}
+            {
+                "signal": t.signal,
+                "value": t.value,
+                "reference": t.reference,
+                "threshold": t.threshold,
+                "horizon_steps": t.horizon_steps,
+            }
             for t in request.triggers
         ]
         return events.DecisionMade(

@@ -352,6 +352,11 @@ class Holder(UnitStore[LocalState]):
     def die(self) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
+    def wait_for_abort(self) -> None:
+        while True:
+            self.context.flag.check()
+            time.sleep(0.001)
+
 
 class Halfway:
     """A transport whose device dies in the middle of a transfer."""

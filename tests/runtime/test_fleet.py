@@ -7,27 +7,14 @@ from pathlib import Path
 
 import pytest
 from devices_for_tests import PRELOAD
+from fleet_for_tests import SPEC, plan
 from states_for_tests import logical
 
 from nereus.core.errors import StateError
-from nereus.core.plan import ACTOR_TRAINING, Layout, Placement, Plan
-from nereus.core.sharding import Cut, Segment, StateSpec, TensorSpec
+from nereus.core.plan import ACTOR_TRAINING
 from nereus.runtime.checkpoint import find_tensors, write_tensors
 from nereus.runtime.cluster import LocalCluster, WorkerDied, WorkerFailed
 from nereus.runtime.fleet import Fleet, Source
-
-SPEC = StateSpec(
-    tuple(
-        TensorSpec(name=f"t{i}", shape=(6, 4), dtype="float32", where="layer", layer=i, cut=Cut(0, (Segment.rows(6),)))
-        for i in range(4)
-    ),
-    4,
-)
-
-
-def plan(tp: int, pp: int, dp: int) -> Plan:
-    gpus = tuple(range(tp * pp * dp))
-    return Plan((Placement(model_stage=ACTOR_TRAINING, layout=Layout(tp, pp), dp=dp, gpus=gpus),))
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any
 from unittest import mock
 
-from nereus.core.errors import OutOfMemory
+from nereus.core.errors import OutOfMemory, PeerTimeout
 from nereus.rl.worker import RlWorker
 from nereus.runtime.abort import AbortFlag
 
@@ -28,7 +28,7 @@ PROGRAM = "faulty_worker_for_tests:FaultyWorker"
 class Fault:
     """At the nth call of a command: moment is before, after, or module:function that the command then calls.
 
-    action: kill; oom; error; refuse (wait until an abort comes, as a command that it overtakes).
+    action: kill; stop; oom; error; timeout; refuse (wait until an abort comes, as a command that it overtakes).
     """
 
     device: int
@@ -41,10 +41,14 @@ class Fault:
         match self.action:
             case "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
+            case "stop":
+                os.kill(os.getpid(), signal.SIGSTOP)
             case "oom":
                 raise OutOfMemory(f"device {self.device} is full")
             case "error":
                 raise ZeroDivisionError("on purpose")
+            case "timeout":
+                raise PeerTimeout("nobody answers")
             case "refuse":
                 while True:
                     flag.check()

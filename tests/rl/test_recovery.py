@@ -227,6 +227,13 @@ def test_out_of_memory(suffer: Callable[..., Outcome]) -> None:
     assert sizes == {name: 1 if "training" in name else 2 for name in sizes}
 
 
+def test_out_of_memory_before_an_update(suffer: Callable[..., Outcome]) -> None:
+    """The others have applied it by then; the device does so when it is asked again."""
+    outcome = suffer(Fault(device=3, command="update", nth=5, action="oom"))
+    assert [(e.device, e.kind) for e in outcome.failed] == [(3, "out of memory")]
+    assert [(e.rolled, e.devices) for e in outcome.recovered] == [("applied by all", (0, 1, 2, 3))]
+
+
 def test_out_of_memory_in_the_middle_of_an_update(suffer: Callable[..., Outcome]) -> None:
     """Half of the device's shard is new: it is not used any more."""
     outcome = suffer(Fault(device=3, command="update", nth=5, moment=STEPPED, action="oom"))
@@ -239,6 +246,43 @@ def test_an_error_that_is_the_device_s(suffer: Callable[..., Outcome]) -> None:
     (failed,) = outcome.failed
     assert (failed.device, failed.kind) == (2, "error") and "ZeroDivisionError: on purpose" in failed.why
     assert outcome.recovered[0].devices == (0, 1, 3)
+
+
+def test_a_wait_that_ran_out(suffer: Callable[..., Outcome]) -> None:
+    """All devices are there: the same plan is tried once more."""
+    outcome = suffer(Fault(device=2, command="gradients", nth=2, action="timeout"))
+    (recovered,) = outcome.recovered
+    assert recovered.devices == (0, 1, 2, 3)
+    assert {str(p.model_stage): p.dp for p in recovered.plan.placements} == {
+        str(p.model_stage): 2 for p in recovered.plan.placements
+    }
+
+
+def test_a_device_that_stops_answering(suffer: Callable[..., Outcome]) -> None:
+    outcome = suffer(
+        Fault(device=1, command="update", nth=2, action="stop"), cluster={"devices": 4, "heartbeat_s": 1.0}
+    )
+    (failed,) = outcome.failed
+    assert (failed.device, failed.kind) == (1, "silent")
+    assert failed.detect_seconds is not None and 1.0 <= failed.detect_seconds < 60
+    assert [e.rolled for e in outcome.recovered] == ["applied by all"]
+
+
+MESSAGES = {
+    "weight_sync": [kill("synchronise", 2, "before")],
+    "gradients": [kill("gradients", 3, NORM)],
+    "update, and then a move": [kill("update", 3, STEPPED), kill("build", 1, "before", device=0)],
+    "checkpoint": [kill("write_gathered", 1, "before", device=2)],
+}
+
+
+@pytest.mark.parametrize("where", MESSAGES)
+def test_where_state_goes_in_messages(
+    suffer: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    monkeypatch.setattr("nereus.runtime.cluster.has_shared_memory", lambda: False)
+    outcome = suffer(*MESSAGES[where])
+    assert outcome.lost == [fault.device for fault in MESSAGES[where]]
 
 
 # -- the last copy -------------------------------------------------------------------------------------------------

@@ -85,8 +85,8 @@ Replan = Callable[[Sequence[int], Plan], Plan]
 class FixedDirector:
     """The changes of a job file; after a failure what `replan` says for the devices that are left.
 
-    A device that has failed is left out for good, of later changes too. After an out-of-memory the plan is kept, with
-    smaller micro-batches on that device, then with recomputation.
+    A device that has failed is left out for good, of later changes too. A plan whose devices are all there is kept; after an
+    out-of-memory with smaller micro-batches on that device, then with recomputation.
     """
 
     def __init__(self, changes: Sequence[PlannedChange], replan: Replan, fleet: Devices) -> None:
@@ -108,13 +108,14 @@ class FixedDirector:
         return self._for(step, tuple(d for d in change.devices if d not in self._failed) or self._fleet.pool)
 
     def failed(self, step: int, stage: str, failure: BaseException) -> PlannedChange:
-        pool = self._fleet.pool
+        pool, plan = self._fleet.pool, self._fleet.plan
         self._failed |= self._known - set(pool)
-        if out_of_memory(failure) and set(self._fleet.plan.gpus) <= set(pool):
-            assert isinstance(failure, WorkerFailed)
-            return PlannedChange(step, pool, leaner(self._fleet.plan, failure.device))
-        wanted = tuple(d for d in pool if self._wanted is None or d in self._wanted)
-        return self._for(step, wanted or pool)
+        wanted = tuple(d for d in pool if self._wanted is None or d in self._wanted) or pool
+        if not set(plan.gpus) <= set(wanted):
+            return self._for(step, wanted)
+        if isinstance(failure, WorkerFailed) and out_of_memory(failure):
+            plan = leaner(plan, failure.device)
+        return PlannedChange(step, wanted, plan)
 
     def changed(self, step: int, transition: Transition | None) -> None:
         pass

@@ -67,6 +67,7 @@ class Trainer:
         """
         self._updates = Updates(self.job, self.fleet, self.ledger)
         self._recovery = self._new_recovery()
+        self._recovery.watch()
         at = self._begin(first_step)
         while True:
             try:
@@ -93,7 +94,7 @@ class Trainer:
         )
 
     def _begin(self, step: int) -> StepState:
-        self._recovery.watch()
+        self._recovery.begin(step)
         return StepState(step=step, began_s=self.clock())
 
     def _advance(self, at: StepState) -> None:

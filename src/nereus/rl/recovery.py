@@ -12,6 +12,7 @@ trained models and the ledger together. `docs/loop.md` says which failures end a
 
 from __future__ import annotations
 
+import signal
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -65,8 +66,13 @@ class Recovery:
     _errors: Counter[tuple[int, str, str]] = field(default_factory=Counter)
 
     def watch(self) -> None:
-        """The devices that are there now: any that is not there later has failed, unless it was stopped in between."""
+        """The devices that are there now: any that is not there later has failed."""
         self._present = set(self.fleet.pool)
+
+    def begin(self, step: int) -> None:
+        """Before a step: report devices that have died while nobody used them."""
+        self._bury(step, "transition")
+        self.watch()
 
     def recover(self, at: StepState, failure: WorkerDied | WorkerFailed) -> StepState:
         """Returns the step to go on with: `at`, or the start of an earlier one after a restore.
@@ -148,7 +154,7 @@ class Recovery:
         for device in sorted(gone):
             silent_s, why = None, "its process has ended"
             if isinstance(failure, WorkerDied) and failure.device == device:
-                silent_s, why = getattr(failure, "silent_s", None), str(failure)
+                silent_s, why = failure.silent_s, _how(failure)
             self._tell(step, stage, device, "died" if silent_s is None else "silent", why, silent_s)
         self._present -= gone
         return gone
@@ -270,6 +276,13 @@ def _redone(at: StepState) -> tuple[str, ...]:
     if at.stage == "training":
         return ("gradients",) if at.computing is not None and at.in_flight is None else ()
     return (at.stage,) if at.stage in ("inference", "checkpoint") else ()
+
+
+def _how(death: WorkerDied) -> str:
+    """How a device ended, without saying which."""
+    if death.exit_code is None or -death.exit_code not in list(signal.Signals):
+        return str(death).removeprefix(f"device {death.device} ")
+    return f"killed by {signal.Signals(-death.exit_code).name} while running {death.running or 'nothing'}"
 
 
 def _one_line(failure: WorkerFailed) -> str:

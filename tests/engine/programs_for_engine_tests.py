@@ -79,6 +79,14 @@ class EngineTestWorker(RlWorker):
         assert logits.grad is not None
         return logprobs.detach(), entropies.detach(), logits.grad
 
+    def held(self) -> dict[str, int]:
+        """What the budget counts now, by kind."""
+        return dict(self.budget.held)
+
+    def restrict(self, capacity_bytes: float | None) -> None:
+        """From now on the device has this capacity."""
+        self.budget.capacity_bytes = capacity_bytes
+
     def footprint(self) -> dict[str, int]:
         """What a leak would make grow: resident bytes, threads, open files."""
         resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")

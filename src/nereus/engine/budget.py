@@ -127,17 +127,22 @@ class Budget:
 class LayerSavings:
     """What layers keep that are computed again in the backward pass: forward, each its input; then, one at a time, all.
 
-    torch's checkpointing takes what autograd would keep into hooks of its own, inside those of `Budget.saved`; these are
-    inside of them, count, and pass on.
+    torch's checkpointing takes what autograd would keep into hooks of its own, inside those of `Budget.saved`. These here
+    are inside of both, around each module of a layer: they count, and pass on. What they have counted lives until the next
+    layer: a storage that has gone could not be told from another one at its place.
     """
 
     def __init__(self, layers: Iterable[torch.nn.Module]) -> None:
         self.most_bytes = 0
         self._counted: tuple[Budget, set[int]] | None = None
+        self._seen: set[int] = set()
+        self._kept: list[torch.UntypedStorage] = []
         self._open: list[Any] = []
         for layer in layers:
-            layer.register_forward_pre_hook(self._enter)
-            layer.register_forward_hook(self._leave, always_call=True)
+            layer.register_forward_pre_hook(self._next_layer)
+            for module in layer.children():
+                module.register_forward_pre_hook(self._enter)
+                module.register_forward_hook(self._leave, always_call=True)
 
     @contextmanager
     def counted(self, budget: Budget, known: set[int]) -> Iterator[None]:
@@ -147,28 +152,36 @@ class LayerSavings:
             yield
         finally:
             self._counted = None
+            self._end_layer()
 
-    def _enter(self, layer: torch.nn.Module, args: tuple[Any, ...]) -> None:
-        outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
-        if self._counted is None or outer is None:
+    def _end_layer(self) -> None:
+        self.most_bytes = max(self.most_bytes, sum(storage.nbytes() for storage in self._kept))
+        self._kept = []
+
+    def _next_layer(self, layer: torch.nn.Module, args: tuple[Any, ...]) -> None:
+        if self._counted is not None:
+            budget, known = self._counted
+            budget.keep("activations", args[0], known)
+            self._end_layer()
+            self._seen = set(known)
+
+    def _enter(self, module: torch.nn.Module, args: tuple[Any, ...]) -> None:
+        if self._counted is None:
             return
-        budget, known = self._counted
-        budget.keep("activations", args[0], known)
-        seen, kept = set(known), [0]
+        outer_pack, unpack = torch._C._autograd._top_saved_tensors_default_hooks(False)
 
         def pack(tensor: torch.Tensor) -> Any:
             storage = tensor.untyped_storage()
-            if storage._cdata not in seen:
-                seen.add(storage._cdata)
-                kept[0] += storage.nbytes()
-                self.most_bytes = max(self.most_bytes, kept[0])
-            return outer[0](tensor)
+            if storage._cdata not in self._seen:
+                self._seen.add(storage._cdata)
+                self._kept.append(storage)
+            return outer_pack(tensor)
 
-        context = torch.autograd.graph.saved_tensors_hooks(pack, outer[1])
+        context = torch.autograd.graph.saved_tensors_hooks(pack, unpack)
         context.__enter__()
         self._open.append(context)
 
-    def _leave(self, layer: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    def _leave(self, module: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if self._open:
             self._open.pop().__exit__()
 

@@ -102,7 +102,7 @@ def _memory(history: History, step: StepFinished | None) -> dict[str, Any] | Non
 def _print(console: Console, history: History, status: Mapping[str, Any]) -> None:
     facts = Table.grid(padding=(0, 2, 0, 0))
     facts.add_column(style="dim", no_wrap=True)
-    facts.add_column()
+    facts.add_column(overflow="fold")
     for name, words in _facts(history, status, console.encoding.startswith("utf")):
         facts.add_row(name, words)
     console.print(facts)

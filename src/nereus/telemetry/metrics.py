@@ -167,8 +167,9 @@ class _Metrics:
 
     def _step(self, event: StepFinished) -> None:
         self.step.set(event.step + 1)
-        for stage, value in {**event.seconds, "step": total_seconds(event)}.items():
-            self.last_s.labels(stage).set(value)
+        seconds = {**event.seconds, "step": total_seconds(event)}
+        _replace(self.last_s, seconds)
+        for stage, value in seconds.items():
             if known(value):  # one NaN would spoil a histogram's sum for good
                 self.stage_s.labels(stage).observe(value)
         _replace(self.predicted_s, event.predicted)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from nereus.core.events import DeviceFailed, PoolChanged, Recovered, StepFinished
 from nereus.core.plan import ModelStage, Plan, split_evenly
@@ -39,7 +39,9 @@ MODEL_STYLES = {
 }
 """Numbers of colours; any other model-stage takes what is left."""
 
-GB = 1e9
+GB, MB = 1e9, 1e6
+CLOSE = 0.1
+"""Share of the capacity from which the capacity is drawn too."""
 
 
 def model_style(name: ModelStage) -> str:
@@ -281,25 +283,26 @@ def _curves(
 
 
 def memory(history: History) -> Chart | None:
-    """The fullest device's peak, against what a device has."""
-    steps = history.progress.steps
-    peaks = {s.step: max(s.peak_bytes.values()) / GB for s in steps if s.peak_bytes}
-    if not peaks:
+    """The fullest device's peak, against what a device has; far below that, only the peak."""
+    steps = [s for s in history.progress.steps if s.peak_bytes]
+    if not steps:
         return None
-    capacity = history.progress.run.capacity_bytes if history.progress.run else None
-    values = [*peaks.values(), *([capacity / GB] if capacity else [])]
-    f = Frame("memory", history, values, height=180, unit="GB")
-    f.curve(steps, lambda s: peaks.get(s.step, math.nan), "curve one-line")
-    f.curve(steps, lambda s: min(s.peak_bytes.values()) / GB if s.peak_bytes else math.nan, "curve three-line")
+    peak = max(max(s.peak_bytes.values()) for s in steps)
+    capacity = (history.progress.run.capacity_bytes if history.progress.run else None) or 0
+    near = capacity if peak >= CLOSE * capacity else 0
+    scale, unit = (GB, "GB") if max(peak, near) >= GB else (MB, "MB")
+    f = Frame("memory", history, [peak / scale, near / scale], height=180, unit=unit)
+    f.curve(steps, lambda s: max(s.peak_bytes.values()) / scale, "curve one-line")
+    f.curve(steps, lambda s: min(s.peak_bytes.values()) / scale, "curve three-line")
     legend = [("one-line", "fullest device"), ("three-line", "emptiest device")]
-    words = f"The fullest device took at most {max(peaks.values()):.3g} GB"
-    if capacity:
-        y = f.y(capacity / GB)
+    if near:
+        y = f.y(near / scale)
         f.drawing.line(LEFT, y, f.drawing.width - RIGHT, y, "capacity")
         legend.append(("capacity", "capacity"))
-        words += f" of {capacity / GB:.3g} GB"
+    words = f"The fullest device took at most {describe.memory(peak, capacity)}."
     title = "Memory peak of a step"
-    return Chart(title=title, svg=f.drawing.svg(title, words + "."), legend=tuple(legend))
+    note = words if capacity and not near else ""
+    return Chart(title=title, svg=f.drawing.svg(title, words), legend=tuple(legend), note=note)
 
 
 # -- who holds what ----------------------------------------------------------------------------------------------------
@@ -335,7 +338,7 @@ def gantt(history: History) -> Chart | None:
     steps_axis(d, x, bottom)
     legend = [(model_style(m), str(m)) for m in names]
     legend += [("pool-fill", "in the pool")]
-    shown = {kind for e in history.happenings for kind in _kinds(e)}
+    shown = _kinds(history)
     legend += [item for kind, item in _MARKS.items() if kind in shown]
     title = "Devices: what each holds"
     words = (
@@ -344,6 +347,10 @@ def gantt(history: History) -> Chart | None:
         + "."
     )
     note = "Light and dark shades are units of the same model-stage; point at a segment to read what it is."
+    if any(isinstance(e, Recovered) and e.restored_from is not None for e in history.happenings):
+        note += (
+            " After a restore from a checkpoint, steps that were done again are shown with the plan of the second time."
+        )
     return Chart(title=title, svg=d.svg(title, words), legend=tuple(legend), note=note)
 
 
@@ -355,14 +362,17 @@ _MARKS = {
 }
 
 
-def _kinds(event: PoolChanged | DeviceFailed | Recovered) -> list[str]:
-    match event:
-        case DeviceFailed():
-            return ["failed"]
-        case PoolChanged():
-            return [k for k, ids in (("lost", event.lost), ("joined", event.joined), ("leaving", event.leaving)) if ids]
-        case _:
-            return []
+def _kinds(history: History) -> set[str]:
+    """The marks that are drawn. A device that failed is not marked as gone as well."""
+    failed = {e.device for e in history.happenings if isinstance(e, DeviceFailed)}
+    pool = [e for e in history.happenings if isinstance(e, PoolChanged)]
+    found = {
+        "failed": bool(failed),
+        "lost": any(set(e.lost) - failed for e in pool),
+        "joined": any(e.joined for e in pool),
+        "leaving": any(e.leaving for e in pool),
+    }
+    return {kind for kind, there in found.items() if there}
 
 
 def device_rows(devices: Sequence[int], periods: Sequence[Period], history: History) -> list[list[int]]:
@@ -413,12 +423,24 @@ def _row(
     d: Drawing, x: Scale, y: float, lane: float, device: int, names: Sequence[ModelStage], periods: Sequence[Period]
 ) -> None:
     for p in periods:
-        left, right = x(p.start), x(p.end)
         if device in p.devices or device in p.plan.gpus:
-            d.rect(left, y, right - left, lane * len(names), "pool-fill")
+            d.rect(x(p.start), y, x(p.end) - x(p.start), lane * len(names), "pool-fill")
+    for p in _of_one_plan(periods):
+        left, right = x(p.start), x(p.end)
         for i, name in enumerate(names):
             if name in p.plan and device in p.plan[name].gpus:
                 _segment(d, left, right, y + i * lane, lane, device, p.plan, name, f"steps {p.start:g} to {p.end:g}")
+
+
+def _of_one_plan(periods: Sequence[Period]) -> list[Period]:
+    """The same, those together between which only the pool changed."""
+    found: list[Period] = []
+    for p in periods:
+        if found and found[-1].plan == p.plan and found[-1].end == p.start:
+            found[-1] = replace(found[-1], end=p.end)
+        else:
+            found.append(p)
+    return found
 
 
 def _segment(

@@ -7,6 +7,7 @@ import socket
 import sys
 import urllib.request
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -86,6 +87,12 @@ def test_a_port_that_is_taken_is_told_and_let_go_when_the_run_ends() -> None:
     MetricsServer(server.port).close()
     with pytest.raises(UserError, match="70000"):
         check_port(70000)
+
+
+def test_a_run_whose_port_is_taken_does_not_begin(run: Any, write_job: Any, tmp_path: Path) -> None:
+    with MetricsServer(0) as server, pytest.raises(UserError, match=f"adapt.metrics_port: {server.port}"):
+        run(write_job(adapt={"metrics_port": server.port}))
+    assert not (tmp_path / "runs").exists()
 
 
 def test_it_listens_on_this_machine_alone() -> None:

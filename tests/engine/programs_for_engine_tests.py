@@ -10,11 +10,13 @@ from typing import Any
 
 import torch
 
+from nereus.core.job import PaceSection
 from nereus.core.plan import ModelStage
 from nereus.engine import optimizer
 from nereus.engine.architecture import Architecture
 from nereus.engine.batch import MicroBatch
 from nereus.engine.collectives import token_statistics
+from nereus.engine.pace import Pace
 from nereus.engine.unit import Loss, Unit
 from nereus.rl.worker import RlWorker, state_spec
 
@@ -86,6 +88,10 @@ class EngineTestWorker(RlWorker):
     def restrict(self, capacity_bytes: float | None) -> None:
         """From now on the device has this capacity."""
         self.budget.capacity_bytes = capacity_bytes
+
+    def keep_pace(self, declared: PaceSection | None) -> None:
+        """From now on the device is the declared one."""
+        self.meter.pace = None if declared is None else Pace(declared)
 
     def footprint(self) -> dict[str, int]:
         """What a leak would make grow: resident bytes, threads, open files."""

@@ -23,7 +23,7 @@ from nereus.core.errors import OutOfMemory
 from nereus.core.job import PaceSection
 from nereus.core.measurements import DeviceMeasurements, task_of
 from nereus.core.plan import ACTOR_GENERATION, ModelStage, Placement
-from nereus.core.sharding import Move, StateSpec
+from nereus.core.sharding import Holding, Move, StateSpec
 from nereus.engine import optimizer
 from nereus.engine.architecture import Architecture
 from nereus.engine.batch import Sequences
@@ -35,7 +35,7 @@ from nereus.engine.unit import Unit, UnitGroups
 from nereus.rl.objectives import Targets
 from nereus.runtime.state import LocalState
 from nereus.runtime.transport import NO_ADDRESSES
-from nereus.runtime.unit_store import Addresses, UnitStore
+from nereus.runtime.unit_store import Addresses, Built, Names, UnitStore
 from nereus.runtime.worker import WorkerContext
 
 PROGRAM = "nereus.rl.worker:RlWorker"
@@ -157,6 +157,22 @@ class RlWorker(UnitStore[Unit]):
         self._norms.pop(name, None)
         optimizer.clear_gradients(self.units[name])
 
+    def build(
+        self,
+        model_stage: ModelStage,
+        holding: Holding | None,
+        names: Names,
+        moves: Sequence[Move],
+        addresses: Addresses = NO_ADDRESSES,
+    ) -> Built:
+        """See `UnitStore`."""
+        began = self.meter.clock()
+        with _memory_errors(self.me):
+            built = super().build(model_stage, holding, names, moves, addresses)
+        if self.context.shared_memory:
+            self.meter.transferred(built.received_bytes, self.meter.clock() - began)
+        return built
+
     def synchronise(
         self, source: ModelStage, target: ModelStage, moves: Sequence[Move], addresses: Addresses = NO_ADDRESSES
     ) -> int:
@@ -206,9 +222,8 @@ class RlWorker(UnitStore[Unit]):
         if cuda is not None:
             torch.cuda.reset_peak_memory_stats(cuda)
         try:
-            yield
-        except torch.OutOfMemoryError as error:
-            raise OutOfMemory(f"device {self.me}: {' '.join(str(error).split())}") from error
+            with _memory_errors(self.me):
+                yield
         finally:
             measured = None if cuda is None else torch.cuda.max_memory_allocated(cuda)
             rest = "activations" if task in ("actor_update", "critic_update") else "workspace"
@@ -223,3 +238,12 @@ class RlWorker(UnitStore[Unit]):
             whole = torch.cuda.get_device_properties(device).total_memory
             torch.cuda.set_per_process_memory_fraction(min(1.0, capacity_bytes / whole), device)
         return Budget(self.me, allocator=True)
+
+
+@contextmanager
+def _memory_errors(device: int) -> Iterator[None]:
+    """What a GPU's allocator refuses is the same error as what the account refuses."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise OutOfMemory(f"device {device}: {' '.join(str(error).split())}") from error

@@ -20,7 +20,8 @@ from nereus.core.events import Event, RunStarted, StepFinished
 from nereus.telemetry.folder import Record, RunFolder
 from nereus.telemetry.history import History, look_back
 from nereus.telemetry.report import page
-from nereus.telemetry.report_charts import MOST_BARS, device_rows, gantt, latency
+from nereus.telemetry.report_charts import MOST_BARS, latency
+from nereus.telemetry.report_devices import device_rows, gantt
 from nereus.telemetry.svg import Scale, nice_ticks
 
 

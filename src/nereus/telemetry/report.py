@@ -13,7 +13,7 @@ from importlib.resources import files
 from typing import Any
 
 from nereus.core.events import DeviceFailed, PoolChanged, Recovered, TransitionFinished
-from nereus.telemetry import decisions, describe, report_charts
+from nereus.telemetry import decisions, describe, report_charts, report_devices
 from nereus.telemetry.describe import known
 from nereus.telemetry.history import Decided, History
 from nereus.telemetry.progress import finite, first_and_last, mean, total_seconds
@@ -128,7 +128,7 @@ def _charts(history: History) -> Iterator[str]:
         return
     yield "<h2>Over the steps</h2>"
     yield _figure(report_charts.latency(history))
-    if (chart := report_charts.gantt(history)) is not None:
+    if (chart := report_devices.gantt(history)) is not None:
         yield _figure(chart)
     if (chart := report_charts.lengths(history)) is not None:
         yield _figure(chart)
@@ -193,7 +193,7 @@ def _tables(history: History) -> Iterator[str]:
         if rows
         else "<p>Nothing was lost, nothing joined.</p>"
     )
-    names, plans = report_charts.plan_rows(history)
+    names, plans = report_devices.plan_rows(history)
     if plans:
         yield "<h2>Plans</h2>"
         rows = [[("", plan.get(name, "-")) for name in names] for plan in plans]

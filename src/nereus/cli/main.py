@@ -244,18 +244,19 @@ class Bench:
     dag: milliseconds to plan a transition for pools of 32 to 16,384 GPUs, and its schedule against proven bounds.
     reshard: seconds and bytes of transitions of real processes, beside the least possible and beside other systems.
     coordination: model-stages in each other's way, by one global DAG and by independent ones.
+    overhead: what adapting costs: a run of many short steps whose pool follows a spot trace (--supply FILE).
     """
 
-    name: tyro.conf.Positional[Literal["equivalence", "cost", "planner", "dag", "reshard", "coordination"]]
+    name: tyro.conf.Positional[Literal["equivalence", "cost", "planner", "dag", "reshard", "coordination", "overhead"]]
     """Which bench."""
     job: Annotated[Path, tyro.conf.arg(metavar="JOB")] = Path("examples/count")
-    """equivalence: job file to measure with."""
+    """equivalence, overhead: job file to measure with."""
     set: Annotated[tuple[str, ...], tyro.conf.arg(metavar="FIELD=VALUE"), tyro.conf.UseAppendAction] = ()
-    """equivalence: override a field of the job file; may be given again."""
+    """equivalence, overhead: override a field of the job file; may be given again."""
     seeds: int = 3
     """equivalence: seeds of the free runs."""
     folder: Annotated[Path, tyro.conf.arg(metavar="FOLDER")] = Path("runs/bench")
-    """equivalence: where its runs are kept."""
+    """equivalence, overhead: where its runs are kept."""
     table: Annotated[Path | None, tyro.conf.arg(metavar="CSV")] = None
     """cost: a table of measured training runs."""
     rl: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None
@@ -278,6 +279,10 @@ class Bench:
     """reshard: how often each transition is measured."""
     trials: int = 100
     """coordination: trials of each kind of overlap."""
+    supply: Annotated[Path | None, tyro.conf.arg(metavar="JSON")] = None
+    """overhead: a trace of spot GPUs."""
+    steps: int = 1000
+    """overhead: of its run."""
     json: bool = False
     """Print one JSON object on stdout, and nothing else there."""
 
@@ -322,6 +327,15 @@ class Bench:
 
             found = bench_coordination(self.trials, say=say)
             return found, [*bench.row_lines(found), *bench.summary_lines(found)]
+        if self.name == "overhead":
+            from nereus.cli.bench_overhead import bench_overhead
+
+            if self.supply is None:
+                raise UserError("bench overhead needs --supply JSON, a trace of spot GPUs")
+            found = bench_overhead(
+                self.job, self.set, supply=self.supply, steps=self.steps, folder=self.folder, say=say
+            )
+            return found, bench.row_lines(found)
         if self.rl is not None:
             from nereus.cli.bench_cost_rl import bench_cost_rl
 

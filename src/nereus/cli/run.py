@@ -94,8 +94,10 @@ def _check(request: RunRequest, start: Start, prepared: Any, device_type: str) -
     from nereus.rl.changes import check_changes
     from nereus.rl.rollouts import check_recorded
     from nereus.rl.setup import check_layouts, check_restored
+    from nereus.runtime.backends import check_backend
 
     job = start.job
+    check_backend(job.cluster)
     plans = {"plan": (start.plan, start.devices)}
     plans |= {f"changes: step {change.step}": (change.plan, change.devices) for change in start.changes}
     for where, (plan, devices) in plans.items():

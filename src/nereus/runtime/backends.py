@@ -7,7 +7,13 @@ from typing import Any
 
 from nereus.core.job import ClusterSection
 from nereus.runtime.cluster import Cluster, LocalCluster
-from nereus.runtime.ray_cluster import RayCluster
+from nereus.runtime.ray_cluster import RayCluster, check_installed
+
+
+def check_backend(section: ClusterSection) -> None:
+    """Raise UserError where the backend that a job asks for is not installed."""
+    if section.backend == "ray":
+        check_installed()
 
 
 def make_cluster(

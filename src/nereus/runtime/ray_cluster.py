@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import importlib.util
 import itertools
 import logging
 import os
@@ -46,6 +47,9 @@ START_S = 120.0
 
 HANDSHAKE_S = 10
 """How long whoever has connected may take to say who it is."""
+
+EXIT_S = 1.0
+"""How long an actor may take to end in Ray's own way."""
 
 REPORT_S = 1.0
 """How long Ray may take to tell how a worker has ended whose connection has ended."""
@@ -92,10 +96,17 @@ class DeviceActor:
 
     def serve(self, device: int, settings: WorkerSettings, home: Home, address: str) -> None:
         """Be the device's worker; never returns. address: of this node, for messages between devices."""
+        import ray
+
         sys.path += [place for place in home.path if place not in sys.path]
         if interface := _interface_of(address):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         serve(device, settings, _dial(home, "commands"), _dial(home, "control"))
+        # Ray gets to know that this is meant; a helper thread that still sits in a Gloo call may keep it from ending.
+        end = threading.Timer(EXIT_S, os._exit, (0,))
+        end.daemon = True
+        end.start()
+        ray.actor.exit_actor()
 
 
 def _dial(home: Home, channel: Channel) -> Connection:
@@ -388,14 +399,19 @@ class _Slots:
         return PoolNews(appeared=tuple(sorted(appeared)), vanished=tuple(sorted(vanished)))
 
 
+def check_installed() -> None:
+    """Raise UserError where Ray is not installed, without importing it."""
+    if importlib.util.find_spec("ray") is None:
+        raise UserError("cluster.backend: ray is not installed: pip install 'nereus-rl[ray]'")
+
+
 def _import_ray() -> Any:
+    check_installed()
     for name, value in QUIET.items():
         os.environ.setdefault(name, value)
-    try:
-        import ray
-        import ray.util
-    except ImportError as error:
-        raise UserError(f"cluster.backend: ray is not installed ({error}): pip install 'nereus-rl[ray]'") from error
+    import ray
+    import ray.util
+
     return ray
 
 

@@ -179,10 +179,11 @@ def worker_main(device_id: int, settings: WorkerSettings, commands: Connection, 
     for number in (signal.SIGINT, signal.SIGTERM):  # to the whole group: for the controller, which lets the step end
         signal.signal(number, signal.SIG_IGN)
     serve(device_id, settings, commands, control)
+    os._exit(0)  # not through interpreter shutdown: a helper thread may still sit in a Gloo call
 
 
-def serve(device_id: int, settings: WorkerSettings, commands: Connection, control: Connection) -> NoReturn:
-    """Run commands until told to stop, then end the process."""
+def serve(device_id: int, settings: WorkerSettings, commands: Connection, control: Connection) -> None:
+    """Run commands until told to stop. The process ends here when the controller is gone."""
     torch.set_num_threads(1)
     flag = AbortFlag()
     epochs = _Epochs(flag)
@@ -193,7 +194,6 @@ def serve(device_id: int, settings: WorkerSettings, commands: Connection, contro
             commands.send_bytes(pack(device.run(command)))
     except (EOFError, OSError):
         os._exit(LOST_CONTROLLER_EXIT)
-    os._exit(0)  # not through interpreter shutdown: a helper thread may still sit in a Gloo call
 
 
 def _listen(control: Connection, epochs: _Epochs) -> None:

@@ -12,7 +12,7 @@ from test_controller import EIGHT, random_events
 
 from nereus.controller.admission import AnyGain
 from nereus.controller.controller import Controller
-from nereus.controller.log import event_from_json, replay, row
+from nereus.controller.log import event_from_json, replay, row, started
 from nereus.controller.pool import giving_up, joining
 from nereus.core.plan import ACTOR_GENERATION, ACTOR_TRAINING, CRITIC_TRAINING, Layout, ModelStage, Placement, Plan
 
@@ -75,12 +75,14 @@ def test_one_device_must_be_left(count: int) -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_a_log_on_disk_is_answered_the_same_and_another_policy_is_found_out(seed: int) -> None:
-    controller, lines = Controller(EIGHT), []
+    controller, lines = Controller(EIGHT), [json.dumps(started(EIGHT, 0))]
     for event in random_events(random.Random(seed)):
         lines.append(json.dumps(row(event, controller.handle(event))))
         assert event_from_json(json.loads(lines[-1])["event"]) == event
     rows = [json.loads(line) for line in lines]
-    assert replay(rows, Controller(EIGHT)) == []
-    answers = [line for line in rows if line["event"]["kind"] == "ReplanFinished"]
-    every = replay(rows, Controller(EIGHT, policy=AnyGain(), every=1))
+    assert replay(rows * 2, lambda devices, decided: Controller(devices, decided=decided)) == []  # two sessions
+    answers = [line for line in rows[1:] if line["event"]["kind"] == "ReplanFinished"]
+    every = replay(rows, lambda devices, _: Controller(devices, policy=AnyGain(), every=1))
     assert bool(every) or not answers
+    with pytest.raises(ValueError, match="begin"):
+        replay(rows[1:], lambda devices, _: Controller(devices))

@@ -10,7 +10,7 @@ import pytest
 
 from nereus.controller.admission import Option, Payback
 from nereus.controller.controller import Controller
-from nereus.controller.log import replay
+from nereus.controller.log import replay, started
 from nereus.core import events
 from nereus.core.job import PlannedChange, SupplyPoint
 from nereus.core.plan import ACTOR_TRAINING, Layout, ModelStage, Placement, Plan
@@ -57,6 +57,7 @@ class FakePlanner:
         self.latency: float | None = 10.0
         self.ready, self.fits = False, True
         self.refused: list[Plan] = []
+        self.costs: list[tuple[float, float]] = []
         self._open: Question | None = None
 
     def ask(self, question: Question) -> None:
@@ -81,6 +82,9 @@ class FakePlanner:
 
     def observe(self, plan: Plan, lengths: Lengths, measurements: Mapping[int, Any]) -> Seen:
         return Seen(predicted={"step": 10.0}, peak_bytes={"0": 5}, signals={"bandwidth": 1e9}, fits=self.fits)
+
+    def took(self, seconds: float, predicted_s: float) -> None:
+        self.costs.append((seconds, predicted_s))
 
     def does_not_fit(self, plan: Plan) -> None:
         self.refused.append(plan)
@@ -144,6 +148,7 @@ def test_a_replan_runs_beside_a_step_and_the_change_comes_at_the_boundary_after_
     for step in range(4, 7):
         rig.step(step, 200)
     (outcome,) = [e for e in rig.emitted if isinstance(e, events.OutcomeMeasured)]
+    assert [predicted for _, predicted in rig.planner.costs] == [0.1]
     assert (outcome.number, outcome.steps, outcome.after_s, outcome.predicted_s) == (decision.number, 3, 10.0, 5.0)
 
 
@@ -247,6 +252,6 @@ def test_the_log_of_a_history_is_answered_the_same_by_a_new_controller() -> None
         rig.planner.reply = [to(plan_on(*range(3)), latency=6.0 + step, cost=0.5)]
         rig.step(step, 100 + 60 * (step % 4))
     assert rig.decisions()
-    rows = [json.loads(line) for line in rig.lines]
-    assert replay(rows, Controller((0, 1, 2, 3), policy=Payback(0.5))) == []
-    assert replay(rows, Controller((0, 1, 2, 3), policy=Payback(0.0)))
+    rows = [started((0, 1, 2, 3), 0), *(json.loads(line) for line in rig.lines)]
+    assert replay(rows, lambda devices, _: Controller(devices, policy=Payback(0.5))) == []
+    assert replay(rows, lambda devices, _: Controller(devices, policy=Payback(0.0)))

@@ -59,6 +59,9 @@ SIGNAL_STEPS = 3
 MEMORY_STEPS = 4
 """Steps whose longest response memory is planned for: lengths vary from step to step."""
 
+LEARN = 0.5
+"""Weight of the last change in what changes take beside their primitives."""
+
 TOO_LARGE = 0.98
 """Of the predicted peak of a plan that ran out of memory, what later plans are allowed to reach."""
 
@@ -140,6 +143,9 @@ class JobPlanner:
             signals=self._signals(plan, measured) if measured else {},
             fits=self._fits(expected, measured),
         )
+
+    def took(self, seconds: float, predicted_s: float) -> None:
+        self._overhead_s = max(0.0, self._overhead_s + LEARN * (seconds - predicted_s))
 
     def does_not_fit(self, plan: Plan) -> None:
         estimate = self._scenario.estimate(plan)

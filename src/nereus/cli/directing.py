@@ -16,9 +16,10 @@ from nereus.api.scenario import Scenario
 from nereus.cli.start import Start
 from nereus.controller.admission import AnyGain, Payback, Policy
 from nereus.controller.controller import Controller
+from nereus.controller.log import started
 from nereus.controller.monitor import Monitor
 from nereus.core.errors import UserError
-from nereus.core.events import Event, StageStarted
+from nereus.core.events import DecisionMade, Event, StageStarted
 from nereus.core.job import Job, SupplyPoint
 from nereus.core.plan import Plan
 from nereus.rl.adapt import AdaptiveDirector
@@ -26,6 +27,7 @@ from nereus.rl.direction import Director, FixedDirector
 from nereus.rl.supply import SCALE, News, Supply, read_trace
 from nereus.runtime.cluster import Cluster
 from nereus.runtime.fleet import LOCAL_RATES, Fleet
+from nereus.telemetry.folder import Record
 from nereus.transition.rates import Rates
 
 CONTROLLER_LOG = "controller.jsonl"
@@ -36,9 +38,9 @@ DIGESTS_S = 0.1
 
 
 def make_director(
-    stack: ExitStack, start: Start, fleet: Fleet, folder: Path, emit: Callable[[Event], None], elapsed_s: float
+    stack: ExitStack, start: Start, fleet: Fleet, folder: Path, emit: Callable[[Event], None], records: Sequence[Record]
 ) -> tuple[Director, Callable[[Event], None]]:
-    """(the director of a run, what must hear of the run's events). elapsed_s: of the run, in sessions before this one.
+    """(the director of a run, what must hear of the run's events). records: of sessions before this one.
 
     Raises UserError where the job's plans cannot be predicted, unless it has a plan and asks for no policy.
     """
@@ -46,7 +48,8 @@ def make_director(
     scenario = _scenario(job)
     if job.changes or scenario is None:
         return FixedDirector(start.changes, _replan(job), fleet), lambda event: None
-    began = time.monotonic()
+    began, elapsed_s = time.monotonic(), _elapsed_s(records)
+    decided = max((r.event.number for r in records if isinstance(r.event, DecisionMade)), default=0)
     supply = Supply(
         supply_points(job),
         elapsed_s=lambda: elapsed_s + time.monotonic() - began,
@@ -60,9 +63,10 @@ def make_director(
     def record(row: Mapping[str, Any]) -> None:
         log.write(json.dumps(row) + "\n")
 
+    record(started(start.devices, decided))
     director = AdaptiveDirector(
         fleet=fleet,
-        controller=make_controller(job, start.devices),
+        controller=make_controller(job, start.devices, decided),
         planner=JobPlanner(
             scenario,
             longest=job.sampling.max_new_tokens,
@@ -84,8 +88,8 @@ def make_director(
     return director, heard
 
 
-def make_controller(job: Job, devices: tuple[int, ...]) -> Controller:
-    """The controller of a job's policy."""
+def make_controller(job: Job, devices: tuple[int, ...], decided: int) -> Controller:
+    """The controller of a job's policy. decided: the number of the last decision."""
     a = job.adapt
     lengths = dict.fromkeys(("length_mean", "length_p95", "length_max"), a.length)
     thresholds = {**lengths, "compute": a.efficiency, "bandwidth": a.bandwidth}
@@ -96,6 +100,7 @@ def make_controller(job: Job, devices: tuple[int, ...]) -> Controller:
         policy=policies.get(job.policy, AnyGain()),
         monitor=Monitor(thresholds=thresholds if watched else {}),
         every=a.every if job.policy == "every-k-steps" else 0,
+        decided=decided,
     )
 
 
@@ -123,6 +128,11 @@ def supply_points(job: Job) -> tuple[SupplyPoint, ...]:
     """How the pool changes by the job file. Raises UserError for a trace that cannot be read."""
     trace = job.cluster.supply_trace
     return (*job.cluster.supply, *(read_trace(Path(trace)) if trace is not None else ()))
+
+
+def _elapsed_s(records: Sequence[Record]) -> float:
+    """Seconds between the first and the last that earlier sessions of a run wrote down."""
+    return records[-1].time_s - records[0].time_s if records else 0.0
 
 
 def _scenario(job: Job) -> Scenario | None:

@@ -28,7 +28,7 @@ from nereus.core.errors import PlanError, StateError, UserError
 from nereus.core.events import CheckpointWritten, Event, RunFinished, RunStarted, TransitionFinished
 from nereus.core.job import Job
 from nereus.runtime.files import write_atomically
-from nereus.telemetry.folder import Record, RunFolder, check_is_run, read_events
+from nereus.telemetry.folder import RunFolder, check_is_run, read_events
 from nereus.telemetry.progress import Progress, first_and_last
 
 LEDGER, ROLLOUTS = "ledger.jsonl", "rollouts"
@@ -225,7 +225,7 @@ def _run(
             if last or (job.run.checkpoint_every and step % job.run.checkpoint_every == 0):
                 save(step)
 
-        director, heard = make_director(stack, start, fleet, folder.path, emit, _elapsed_s(records))
+        director, heard = make_director(stack, start, fleet, folder.path, emit, records)
         listeners.append(heard)
         stop = stack.enter_context(_interruptible(console))
         trainer = Trainer(
@@ -365,11 +365,6 @@ def _listeners(
     listeners.append(stack.enter_context(view).handle)
 
     return listeners
-
-
-def _elapsed_s(records: Sequence[Record]) -> float:
-    """Seconds between the first and the last that earlier sessions of a run wrote down."""
-    return records[-1].time_s - records[0].time_s if records else 0.0
 
 
 @contextmanager

@@ -103,7 +103,10 @@ Instruction = StartReplan | StartTransition | Restart
 
 
 class Controller:
-    """See the module. devices: the pool at the start. every: also replan every so many steps (0: on triggers alone)."""
+    """See the module. devices: the pool at the start. every: also replan every so many steps (0: on triggers alone).
+
+    decided: decisions of the run so far, in earlier sessions; numbers go on from there.
+    """
 
     def __init__(
         self,
@@ -112,6 +115,7 @@ class Controller:
         policy: Policy | None = None,
         monitor: Monitor | None = None,
         every: int = 0,
+        decided: int = 0,
     ) -> None:
         self.devices = devices
         self.monitor = Monitor() if monitor is None else monitor
@@ -120,7 +124,7 @@ class Controller:
         self._policy: Policy = Payback() if policy is None else policy
         self._every = every
         self._step = 0
-        self._number = 0
+        self._number = decided
         self._request: StartReplan | None = None
         self._waiting: dict[str, Crossing] = {}
         self._urgent = False

@@ -1,11 +1,12 @@
 """A controller's history as JSON: what it was told and what it answered, line by line, so that it can be asked again.
 
-`replay` gives a controller the events of a log; it must answer what it answered then, or the log is of another version.
+Every session of a run begins with a line that says what its controller started from. `replay` gives new ones the events of
+the log; they must answer what was answered then, or the log is of another version.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -42,13 +43,27 @@ def event_from_json(value: Mapping[str, Any]) -> Event:
     return event
 
 
-def replay(rows: Iterable[Mapping[str, Any]], controller: Controller) -> list[int]:
-    """Numbers of the lines that the controller answers otherwise now; none, if it is the same controller."""
-    return [
-        number
-        for number, line in enumerate(rows)
-        if [_plain(i) for i in controller.handle(event_from_json(line["event"]))] != line["instructions"]
-    ]
+def started(devices: Sequence[int], decided: int) -> dict[str, Any]:
+    """The first line of a session. decided: decisions of the run before it."""
+    return {"started": {"devices": list(devices), "decided": decided}}
+
+
+def replay(rows: Iterable[Mapping[str, Any]], make: Callable[[tuple[int, ...], int], Controller]) -> list[int]:
+    """Numbers of the lines that are answered otherwise now; none, if it is the same controller.
+
+    make: (devices, decisions before) -> a controller as the run had it. Raises ValueError for a log without a beginning.
+    """
+    controller: Controller | None = None
+    differing = []
+    for number, line in enumerate(rows):
+        if "started" in line:
+            controller = make(tuple(line["started"]["devices"]), line["started"]["decided"])
+            continue
+        if controller is None:
+            raise ValueError("the log of a controller must begin with what it started from")
+        if [_plain(i) for i in controller.handle(event_from_json(line["event"]))] != line["instructions"]:
+            differing.append(number)
+    return differing
 
 
 def _option(value: Mapping[str, Any]) -> Option:

@@ -127,6 +127,10 @@ class Planner(Protocol):
         """Take in what a step measured, by device; what was expected of it, as far as that is known by now."""
         ...
 
+    def took(self, seconds: float, predicted_s: float) -> None:
+        """A change was made that was predicted to take `predicted_s` in all."""
+        ...
+
     def does_not_fit(self, plan: Plan) -> None:
         """A device ran out of memory under this plan: no plan of that size will be offered again."""
         ...
@@ -162,7 +166,7 @@ class AdaptiveDirector:
         self._bandwidth_planned: float | None = None
         self._asked: StartReplan | None = None
         self._going: StartTransition | None = None
-        self._failing = False
+        self._failing, self._told_s = False, clock()
         self._outcomes: list[_Outcome] = []
         self._step_seconds: list[float] = []
         self._static = policy == "static"
@@ -170,6 +174,11 @@ class AdaptiveDirector:
     # -- Director ----------------------------------------------------------------------------------------------------
 
     def boundary(self, step: int) -> PlannedChange | None:
+        change = self._next_change(step)
+        self._told_s = self._clock()
+        return change
+
+    def _next_change(self, step: int) -> PlannedChange | None:
         self._take_note_of_failures()
         for news in self._supply.poll(step):
             self._pool_is_to_be(step, news)
@@ -195,7 +204,7 @@ class AdaptiveDirector:
         self._failing = True
         self._tell(PoolChanged(step=step, devices=self._devices, lost=True))
         change = self._follow(step, wait=True)
-        self._failing = False
+        self._failing, self._told_s = False, self._clock()
         if change is None:
             raise Unrecoverable(f"no plan for devices {list(self._devices)} was found")
         return change
@@ -207,14 +216,16 @@ class AdaptiveDirector:
         self._leaving &= set(self._fleet.pool)
         self._bandwidth_planned = None  # of another plan's traffic
         if going is not None:
+            seconds, predicted_s = self._clock() - self._told_s, going.option.transition_cost_s or 0.0
+            self._planner.took(seconds, predicted_s)
             self._outcomes.append(
                 _Outcome(
                     number=going.number,
                     step=step,
                     before=tuple(self._step_seconds[-OUTCOME_STEPS:]),
                     predicted_s=going.option.step_latency_s,
-                    transition_s=transition.seconds,
-                    predicted_transition_s=going.option.transition_cost_s or 0.0,
+                    transition_s=seconds,
+                    predicted_transition_s=predicted_s,
                 )
             )
             self._tell(TransitionEnded(number=going.number))

@@ -234,6 +234,22 @@ def test_seconds_agree(before: tuple[int, int, int], after: tuple[int, int, int]
         assert estimated.seconds == pytest.approx(exact.seconds, rel=0.15)
 
 
+def test_what_is_copied_on_the_spot_takes_of_the_machine_too() -> None:
+    """Replicas of half as many shards: some GPUs keep half of their new one, in another shape, and receive the rest."""
+    spec = state_spec(replace(ModelShape.named("Llama-3.2-1B"), num_layers=8, vocab=16384))
+    plans = Plan((_rank_order((4, 1, 1)),)), Plan((_rank_order((2, 1, 2)),))
+    rates = replace(RATES, intra_bytes_s=2e9, copy_bytes_s=4e9, node_bytes_s=1e9, setup_s=0.0)
+    how = {"node_of": np.zeros(4, dtype=int), "rates": rates, "usable_bytes": 1e12}
+    dag = plan_transition({ACTOR_TRAINING: StateProfile.of(spec)}, *plans, **how)
+    exact = program({ACTOR_TRAINING: spec}, {ACTOR_TRAINING: spec.holdings(plans[0][ACTOR_TRAINING])}, *plans, **how)
+    taken = sum(g.take_bytes.sum() for g in dag.groups)  # all that is new is received or copied
+    copied = taken - dag.received_bytes
+    assert copied > 0.2 * taken
+    assert dag.copied_by_gpu().sum() == pytest.approx(copied)
+    assert dag.seconds == pytest.approx((dag.received_bytes + copied / 2) / 1e9, rel=1e-3)
+    assert exact.dag.seconds == pytest.approx(dag.seconds, rel=1e-3)
+
+
 def test_generation_receives_nothing() -> None:
     case = random_case(random.Random(11), stages=5)
     for dag in both(case, ("direct",)):

@@ -45,6 +45,7 @@ def group(
         take_bytes=np.full(len(gpus), take),
         free_bytes=np.full(len(gpus), free),
         received_bytes=np.zeros(len(gpus)),
+        copied_bytes=np.zeros(len(gpus)),
         seconds=np.full(number.max() + 1, seconds),
     )
 

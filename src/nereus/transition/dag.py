@@ -17,7 +17,7 @@ of every GPU at every moment.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice, permutations, product
 from typing import Any, get_args
@@ -27,7 +27,7 @@ import numpy as np
 from nereus.core.errors import PlanError
 from nereus.core.plan import ModelStage
 from nereus.transition.groups import Kind, Lowering, PrimitiveGroup, StageChange
-from nereus.transition.rates import Floats, Ints
+from nereus.transition.rates import Floats, Ints, Rates
 
 KINDS: tuple[str, ...] = get_args(Kind)
 GIB = 2**30
@@ -98,9 +98,16 @@ class TransitionDag:
 
     def received_by_gpu(self) -> Floats:
         """[GPUs]"""
+        return self._by_gpu(lambda group: group.received_bytes)
+
+    def copied_by_gpu(self) -> Floats:
+        """[GPUs] on the spot."""
+        return self._by_gpu(lambda group: group.copied_bytes)
+
+    def _by_gpu(self, of: Callable[[PrimitiveGroup], Floats]) -> Floats:
         total = np.zeros(len(self.held_bytes))
         for g in self.groups:
-            total[g.gpus] += g.received_bytes
+            total[g.gpus] += of(g)
         return total
 
     def primitives(self) -> tuple[Primitive, ...]:
@@ -156,13 +163,13 @@ def build(
     *,
     setup_s: float = 0.0,
     node_of: Ints | None = None,
-    node_bytes_s: float = float("inf"),
+    rates: Rates | None = None,
 ) -> TransitionDag:
     """The DAG of a change of all model-stages.
 
     ways: of each model-stage, in stage order. held_bytes: [GPUs] what all model-stages,
-    changing or not, hold now. usable_bytes: of one GPU's memory. setup_s: once, for communicators. node_bytes_s: what the
-    GPUs of a node together can receive.
+    changing or not, hold now. usable_bytes: of one GPU's memory. setup_s: once, for communicators. node_of, rates: where the
+    GPUs of a node can do only so much together.
     Raises InfeasibleTransition.
     """
     chosen = [0] * len(ways)
@@ -171,13 +178,13 @@ def build(
         attempt = _attempts(changes, held_bytes, usable_bytes)
         if not attempt.blocked:
             shortest = _shortest(attempt, changes, held_bytes, usable_bytes)
-            return _scheduled(shortest, changes, held_bytes, setup_s, node_of, node_bytes_s)
+            return _scheduled(shortest, changes, held_bytes, setup_s, node_of, rates)
         others = [(i, other) for i in attempt.blocked if (other := ways[i].get(chosen[i] + 1)) is not None]
         if not others:
             searched, changes = _searched(ways, held_bytes, usable_bytes) or (attempt, changes)
             if searched.blocked:
                 raise attempt.infeasible(usable_bytes)
-            return _scheduled(searched, changes, held_bytes, setup_s, node_of, node_bytes_s)
+            return _scheduled(searched, changes, held_bytes, setup_s, node_of, rates)
         index, other = min(others, key=lambda pair: pair[1].seconds - changes[pair[0]].seconds)
         chosen[index] += 1
         changes[index] = other
@@ -371,7 +378,7 @@ def _scheduled(
     held: Floats,
     setup_s: float,
     node_of: Ints | None,
-    node_bytes_s: float,
+    rates: Rates | None,
 ) -> TransitionDag:
     free_at, now, peak = np.zeros(len(held)), held.copy(), held.copy()
     starts = []
@@ -390,8 +397,8 @@ def _scheduled(
         seconds=float(free_at.max(initial=0.0)),
     )
     seconds = dag.seconds
-    if node_of is not None and np.isfinite(node_bytes_s):
-        seconds = max(seconds, float(np.bincount(node_of, dag.received_by_gpu()).max() / node_bytes_s))
+    if node_of is not None and rates is not None and np.isfinite(rates.node_bytes_s):
+        seconds = max(seconds, rates.node_seconds(dag.received_by_gpu(), dag.copied_by_gpu(), node_of))
     return replace(dag, seconds=seconds + (setup_s if built.groups else 0.0))
 
 

@@ -165,6 +165,7 @@ def _split(
         take_bytes=(shards.new_bytes - shards.adopted_bytes)[gpus],
         free_bytes=(shards.old_bytes - shards.adopted_bytes)[gpus],
         received_bytes=shards.received_bytes[gpus],
+        copied_bytes=copied,
         seconds=part_seconds(busy, part, rates.setup_s),
     )
 
@@ -202,6 +203,7 @@ def _extend(
                 take_bytes=received[gpus],
                 free_bytes=np.zeros(len(gpus)),
                 received_bytes=received[gpus],
+                copied_bytes=np.zeros(len(gpus)),
                 seconds=part_seconds(busy, part, rates.setup_s),
             )
         )
@@ -229,4 +231,4 @@ def _merge(model_stage: ModelStage, profile: StateProfile, sub: Grid, new: Grid,
     gpus = new.gpus.reshape(-1)
     take = (shards.new_bytes - shards.adopted_bytes)[gpus]
     free = (shards.old_bytes - shards.adopted_bytes)[gpus]
-    return local(model_stage, "merge", gpus, take, free, take / rates.copy_bytes_s)
+    return local(model_stage, "merge", gpus, take, free, take, take / rates.copy_bytes_s)

@@ -35,7 +35,7 @@ class PrimitiveGroup:
     """Equal primitives of one model-stage. gpus: [n] all that they touch, each once; part: [n] of which primitive.
 
     take_bytes, free_bytes: [n] at the start and at the end of the part. received_bytes: [n] from other GPUs.
-    seconds: [parts].
+    copied_bytes: [n] on the spot. seconds: [parts].
     """
 
     kind: Kind
@@ -45,6 +45,7 @@ class PrimitiveGroup:
     take_bytes: Floats
     free_bytes: Floats
     received_bytes: Floats
+    copied_bytes: Floats
     seconds: Floats
 
     @property
@@ -122,6 +123,7 @@ def direct(
                 take_bytes=take,
                 free_bytes=free,
                 received_bytes=shards.received_bytes[gpus],
+                copied_bytes=copied,
                 seconds=part_seconds(busy, part, rates.setup_s),
             )
         )
@@ -136,18 +138,19 @@ def made(model_stage: ModelStage, shards: Shards) -> StageChange:
     groups = [destroy(model_stage, gone, shards.old_bytes)] if len(gone) else []
     if len(gpus):
         take = shards.new_bytes[gpus]
-        groups.append(local(model_stage, "create", gpus, take, np.zeros(len(gpus)), np.zeros(len(gpus))))
+        nothing = np.zeros(len(gpus))
+        groups.append(local(model_stage, "create", gpus, take, nothing, nothing, nothing))
     return StageChange(model_stage=model_stage, lowering="made", groups=tuple(groups))
 
 
 def destroy(model_stage: ModelStage, gpus: Ints, held: Floats) -> PrimitiveGroup:
     """Give back what GPUs hold; it takes no time. held: [GPUs]."""
     nothing = np.zeros(len(gpus))
-    return local(model_stage, "destroy", gpus, nothing, held[gpus], nothing)
+    return local(model_stage, "destroy", gpus, nothing, held[gpus], nothing, nothing)
 
 
 def local(
-    model_stage: ModelStage, kind: Kind, gpus: Ints, take: Floats, free: Floats, seconds: Floats
+    model_stage: ModelStage, kind: Kind, gpus: Ints, take: Floats, free: Floats, copied: Floats, seconds: Floats
 ) -> PrimitiveGroup:
     """A primitive a GPU, without traffic; all arrays [n]."""
     return PrimitiveGroup(
@@ -158,6 +161,7 @@ def local(
         take_bytes=take,
         free_bytes=free,
         received_bytes=np.zeros(len(gpus)),
+        copied_bytes=copied,
         seconds=seconds,
     )
 

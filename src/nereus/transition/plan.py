@@ -51,7 +51,7 @@ def plan_transition(
         change = _Change(m, profiles[m], old, new, node_of, rates)
         held += change.held_bytes
         ways.append(Ways(change.ways(lowerings)))
-    return build(ways, held, usable_bytes, setup_s=setup_s, node_of=node_of, node_bytes_s=rates.node_bytes_s)
+    return build(ways, held, usable_bytes, setup_s=setup_s, node_of=node_of, rates=rates)
 
 
 def compare(

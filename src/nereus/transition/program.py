@@ -90,7 +90,7 @@ def program(
         held += change.shards.old_bytes
         exact.append(change)
         ways.append(Ways(change.ways(lowerings)))
-    dag = build(ways, held, usable_bytes, setup_s=setup_s, node_of=node_of, node_bytes_s=rates.node_bytes_s)
+    dag = build(ways, held, usable_bytes, setup_s=setup_s, node_of=node_of, rates=rates)
     makers = {change.model_stage: change.steps(dag.lowerings[change.model_stage]) for change in exact}
     numbers = iter(dag.primitives())
     steps = []

@@ -18,7 +18,8 @@ class Rates:
     """Of one GPU, one direction: bytes/s and seconds a message, inside a node and between nodes.
 
     copy_bytes_s: from one place of a GPU's memory to another. node_bytes_s: what all GPUs of a node together can receive
-    from each other; it binds where they are processes that share a machine's cores, not on a switch.
+    from each other; it binds where they are processes that share a machine's cores, not on a switch. There, what they copy
+    on the spot takes from the same cores.
     setup_s: to begin one primitive on all of its GPUs.
     """
 
@@ -52,6 +53,14 @@ class Rates:
         intra = traffic.intra_bytes / self.intra_bytes_s + traffic.intra_messages * self.intra_latency_s
         inter = traffic.inter_bytes / self.inter_bytes_s + traffic.inter_messages * self.inter_latency_s
         return np.asarray(np.maximum(intra, inter) + copied / self.copy_bytes_s)
+
+    def node_seconds(self, received: Floats, copied: Floats, node_of: Ints) -> float:
+        """That the busiest node needs for all of it. received, copied: [n] bytes by GPU.
+
+        A copied byte takes as much of the node as it takes of a GPU, compared with a received one.
+        """
+        alike = received + copied * (self.intra_bytes_s / self.copy_bytes_s)
+        return float(np.bincount(node_of, alike).max(initial=0.0) / self.node_bytes_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

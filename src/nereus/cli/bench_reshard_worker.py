@@ -82,6 +82,8 @@ class StateOnly(UnitStore[LocalState]):
         wanted = {str(peer): ((size // ITEM,), torch.float32) for peer, size in sizes.items() if size}
         blocks = self._allocator.allocate(wanted)
         self._received += blocks.values()
+        for block in blocks.values():
+            block.touch()
         into = {peer: blocks[str(peer)].tensor for peer, size in sizes.items() if size}
         own = into.pop(self.me, None)
         if self.context.shared_memory:

@@ -266,7 +266,7 @@ class UnitStore(Generic[U]):
             if merge_intervals(written[n]) != holding[n] or counts[0] != counts[1]:
                 raise StateError(f"{model_stage}: of {n}, {holding[n]} is to be written, {sorted(written[n])} would be")
         self.admit(self.specs[model_stage].holding_bytes({n: holding[n] for n in fresh}))
-        incoming.add(fresh)
+        incoming.add(fresh, touch=True)
         self._note_peak()
         return incoming
 
@@ -294,7 +294,7 @@ class UnitStore(Generic[U]):
         for part in (a, b):
             both.adopt(part, [n for n in part.tensors if n not in both.tensors])
         rest = [n for n in both.holding if n not in both.tensors]
-        both.add(rest)
+        both.add(rest, touch=True)
         for part in (a, b):
             for name in rest:
                 for start, stop in part.holding[name] if name in part.tensors else ():

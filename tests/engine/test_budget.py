@@ -80,6 +80,16 @@ def test_recomputed_layers_keep_their_inputs_and_one_layer_at_a_time() -> None:
     assert recomputed["logits"] == held["logits"]
 
 
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_shape_that_comes_again_counts_the_same(recompute: bool) -> None:
+    worker = lone_worker(micro_batch=3, recompute=recompute)
+    peaks = []
+    for _ in range(2):
+        accumulate(worker, BATCH)
+        peaks.append(peak(worker))
+    assert peaks[0] == peaks[1]
+
+
 def test_a_smaller_micro_batch_takes_less() -> None:
     peaks = []
     for size in (8, 4, 2):
@@ -159,6 +169,22 @@ def test_what_the_optimizer_needs_is_refused_before_anything_is_updated() -> Non
     short = lone_worker(capacity_bytes=needed.measurements().peak_bytes - 1)
     with pytest.raises(OutOfMemory):
         accumulate(short, tiny)
+
+
+def test_what_an_allocator_refuses_is_the_same_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = lone_worker()
+    expected = accumulate(lone_worker(), BATCH)
+    backward = torch.autograd.backward
+
+    def fail(*args: Any) -> None:
+        backward(*args)
+        raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate 2.00 GiB")
+
+    with monkeypatch.context() as patch, pytest.raises(OutOfMemory, match=r"device 0: CUDA out of memory\. Tried"):
+        patch.setattr(torch.autograd, "backward", fail)
+        accumulate(worker, BATCH)
+    assert not worker.units[ACTOR_TRAINING].has_gradients
+    assert accumulate(worker, BATCH) == expected
 
 
 def test_state_beyond_the_capacity_is_not_made() -> None:

@@ -145,9 +145,10 @@ class LayerSavings:
                 module.register_forward_hook(self._leave, always_call=True)
 
     @contextmanager
-    def counted(self, budget: Budget, known: set[int]) -> Iterator[None]:
-        """A forward pass: the layers' inputs count as activations; the most that one would keep is `most_bytes`."""
-        self.most_bytes, self._counted = 0, None if budget.allocator else (budget, known)
+    def counted(self, budget: Budget, known: set[int], new: bool) -> Iterator[None]:
+        """A forward pass, of something `new`: the layers' inputs count as activations; the most that one of them would keep
+        is then `most_bytes`."""
+        self.most_bytes, self._counted = 0, (budget, known) if new and not budget.allocator else None
         try:
             yield
         finally:

@@ -82,6 +82,7 @@ class RlWorker(UnitStore[Unit]):
         kept = Pace(pace, check=context.flag.check) if pace is not None and context.device.type == "cpu" else None
         self.meter = self.groups.watcher = Meter(context.device_id, kept)
         self.budget = self._budget(capacity_bytes)
+        self._resident_bytes: int | None = None
         self._architectures = architectures
         self._norms: dict[ModelStage, torch.Tensor] = {}
 
@@ -152,10 +153,19 @@ class RlWorker(UnitStore[Unit]):
             del self._norms[name]
         return optimizer.updates(unit)
 
+    def updates(self, name: ModelStage) -> int:
+        """How many updates this rank's shard has had."""
+        return optimizer.updates(self.units[name])
+
     def discard(self, name: ModelStage) -> None:
         """Forget the gradients that `gradients` left."""
         self._norms.pop(name, None)
         optimizer.clear_gradients(self.units[name])
+
+    def commit(self, version: int, placements: Mapping[ModelStage, Placement]) -> dict[ModelStage, int]:
+        """See `UnitStore`. Until the next one, what is resident stays as it is."""
+        self._resident_bytes = None
+        return super().commit(version, placements)
 
     def build(
         self,
@@ -198,6 +208,7 @@ class RlWorker(UnitStore[Unit]):
 
     def admit(self, num_bytes: int) -> None:
         """State is going to take so much more. Raises OutOfMemory."""
+        self._resident_bytes = None
         with self._accounted("transition"):
             self.budget.take("resident", num_bytes)
 
@@ -209,16 +220,21 @@ class RlWorker(UnitStore[Unit]):
             with self.meter.command(task), self._accounted(task):
                 yield
         except OutOfMemory:
-            if name in self.units:
+            if command == "gradients":
                 self.discard(name)
             raise
+        if self.context.device.type == "cuda":
+            torch.cuda.current_stream().synchronize()
+            self.context.flag.check()  # an abort ends kernels in the middle: what they left must not count
 
     @contextmanager
     def _accounted(self, task: str) -> Iterator[None]:
         cuda = self.context.device if self.context.device.type == "cuda" else None
         staged = 0 if self._messages is None else self._messages.staged_bytes
         gradients = sum(unit.counts.gradient_bytes for unit in self.units.values() if unit.has_gradients)
-        self.budget.begin(self._held_bytes(), gradients, staged)
+        if self._resident_bytes is None:
+            self._resident_bytes = self._held_bytes()
+        self.budget.begin(self._resident_bytes, gradients, staged)
         if cuda is not None:
             torch.cuda.reset_peak_memory_stats(cuda)
         try:

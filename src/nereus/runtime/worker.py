@@ -14,6 +14,7 @@ failure of one command, and the pipe stays in step.
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 import pickle
@@ -185,6 +186,7 @@ def worker_main(device_id: int, settings: WorkerSettings, commands: Connection, 
 def serve(device_id: int, settings: WorkerSettings, commands: Connection, control: Connection) -> None:
     """Run commands until told to stop. The process ends here when the controller is gone."""
     torch.set_num_threads(1)
+    gc.freeze()  # what is imported is no garbage: a collection then takes milliseconds
     flag = AbortFlag()
     epochs = _Epochs(flag)
     threading.Thread(target=_listen, args=(control, epochs), name="control", daemon=True).start()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from comparing_runs import SAME, difference
 from faulty_worker_for_tests import PROGRAM, Fault
 
 from nereus.core.events import DeviceFailed, Event, Recovered
+from nereus.core.job import PlannedChange
 from nereus.core.plan import Layout, Placement, Plan
 from nereus.rl.direction import FixedDirector
 from nereus.rl.ledger import read_ledger
@@ -227,9 +228,18 @@ def test_out_of_memory(suffer: Callable[..., Outcome]) -> None:
     assert sizes == {name: 1 if "training" in name else 2 for name in sizes}
 
 
-def test_out_of_memory_before_an_update(suffer: Callable[..., Outcome]) -> None:
-    """The others have applied it by then; the device does so when it is asked again."""
-    outcome = suffer(Fault(device=3, command="update", nth=5, action="oom"))
+def test_out_of_memory_on_all_before_an_update(suffer: Callable[..., Outcome]) -> None:
+    """Nobody has begun it: it is discarded by all, and done again under the other plan."""
+    outcome = suffer(*[Fault(device=d, command="update", nth=5, action="oom") for d in range(4)])
+    (failed,) = outcome.failed
+    assert (failed.kind, failed.stage) == ("out of memory", "training")
+    (recovered,) = outcome.recovered
+    assert (recovered.rolled, recovered.redone) == ("discarded by all", ("gradients",))
+    assert recovered.devices == (0, 1, 2, 3)
+
+
+def test_out_of_memory_on_one_after_an_update(suffer: Callable[..., Outcome]) -> None:
+    outcome = suffer(Fault(device=3, command="update", nth=5, moment="after", action="oom"))
     assert [(e.device, e.kind) for e in outcome.failed] == [(3, "out of memory")]
     assert [(e.rolled, e.devices) for e in outcome.recovered] == [("applied by all", (0, 1, 2, 3))]
 
@@ -295,6 +305,14 @@ def test_the_last_copy_of_a_frozen_model_comes_from_its_files(suffer: Callable[.
     assert recovered.restored_from is None and recovered.redone == ("gradients",)
 
 
+def test_a_death_while_a_frozen_model_is_read(suffer: Callable[..., Outcome]) -> None:
+    """What was read of it by then does not count."""
+    plan = {**PLAN, "reference/inference": {"gpus": [3]}}
+    outcome = suffer(kill("values", 2, "before", device=3), kill("load", 1, "before", device=2), plan=plan)
+    assert outcome.lost == [3, 2]
+    assert [e.restored_from for e in outcome.recovered] == [None]
+
+
 @pytest.mark.parametrize("every", [0, 1])
 def test_the_last_copy_of_a_trained_model(suffer: Callable[..., Outcome], every: int) -> None:
     """Both models go back together, to the checkpoint or to where the job began, and the ledger with them."""
@@ -303,6 +321,38 @@ def test_the_last_copy_of_a_trained_model(suffer: Callable[..., Outcome], every:
     (recovered,) = outcome.recovered
     assert (recovered.step, recovered.restored_from) == (1, every)
     assert (recovered.rolled, recovered.redone) == ("applied by all", ())
+
+
+def test_a_death_while_the_last_copy_is_restored(suffer: Callable[..., Outcome]) -> None:
+    plan = {**PLAN, "actor/training": {"tp": 2, "gpus": [0, 3]}}
+    faults = kill("update", 11, "before", device=3), kill("load", 1, "after", device=2)
+    outcome = suffer(*faults, plan=plan, run={"checkpoint_every": 1})
+    assert outcome.lost == [3, 2]
+    assert [(e.restored_from, e.devices) for e in outcome.recovered] == [(1, (0, 1))]
+
+
+@pytest.mark.parametrize("at", ["boundary", "failure"])
+def test_a_plan_that_only_a_checkpoint_leads_to(
+    suffer: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch, at: str
+) -> None:
+    """At a boundary the checkpoint is written there and then; after a failure it is the newest one."""
+
+    class Restarting(FixedDirector):
+        def boundary(self, step: int) -> PlannedChange | None:
+            change = super().boundary(step)
+            return replace(change, restart=True) if change is not None else None
+
+        def failed(self, *more: Any) -> PlannedChange:
+            return replace(super().failed(*more), restart=True)
+
+    monkeypatch.setattr("test_recovery.FixedDirector", Restarting)
+    if at == "boundary":
+        outcome = suffer(changes=[{"step": 1, "devices": 3, "plan": {"all": {"dp": 2, "gpus": [1, 2]}}}])
+        assert [(e.step, e.restored_from, e.devices) for e in outcome.recovered] == [(1, 1, (0, 1, 2))]
+        assert (Path(outcome.summary["run"]) / "checkpoints" / "step-000001").is_dir()
+    else:
+        outcome = suffer(kill("gradients", 11, "before"))
+        assert [(e.step, e.restored_from) for e in outcome.recovered] == [(1, 0)]
 
 
 def test_an_intact_model_goes_back_with_the_lost_one(suffer: Callable[..., Outcome]) -> None:

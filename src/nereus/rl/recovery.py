@@ -23,7 +23,7 @@ from nereus.core.job import PlannedChange
 from nereus.core.plan import ACTOR_GENERATION, ModelStage
 from nereus.rl.direction import Director, Unrecoverable, out_of_memory
 from nereus.rl.ledger import Ledger
-from nereus.rl.step import TRAINED, StepState
+from nereus.rl.step import TRAINED, InFlight, StepState
 from nereus.rl.updates import Order, Updates, is_done
 from nereus.runtime.cluster import WorkerDied, WorkerFailed
 from nereus.runtime.executor import OnSpan
@@ -31,6 +31,11 @@ from nereus.runtime.fleet import Fleet, Source
 
 FAULTS = (WorkerDied, WorkerFailed)
 """What a step survives."""
+
+REDO = "discarded by all, and done again"
+
+LEANER_PLANS = 16
+"""How many plans are tried in one stage of a step that is out of memory; micro-batches are halved from one to the next."""
 
 WAITS = ("Aborted", "PeerTimeout")
 """Errors of a worker that has nothing wrong with itself: it waited for somebody."""
@@ -80,11 +85,10 @@ class Recovery:
         Raises Unrecoverable; the failure itself where going on would only repeat it.
         """
         began, stage, rolled = self.clock(), at.stage, ""
-        redone = _redone(at)
         while True:
             self._blame(at.step, stage, failure)
             try:
-                rolled = self._settle(at) or rolled
+                rolled = self._settle(at, failure) or rolled
                 after, restored_from = self._go_on(at, stage, failure)
                 break
             except FAULTS as another:
@@ -92,7 +96,7 @@ class Recovery:
             except StateError:
                 if self._present <= set(self.fleet.pool):
                     raise  # it is not that a device died between being asked and being used
-        self._tell_recovered(at, after, self.clock() - began, rolled or "none", redone, restored_from)
+        self._tell_recovered(at, after, self.clock() - began, rolled, restored_from)
         return after
 
     def restart(self, at: StepState, change: PlannedChange) -> None:
@@ -102,7 +106,7 @@ class Recovery:
         after, step = self._go_back(at, change, list(self.fleet.specs))
         if step != at.step:
             raise Unrecoverable(f"before step {at.step} only the checkpoint of step {step} is there to restart from")
-        self._tell_recovered(at, after, self.clock() - began, "none", (), step)
+        self._tell_recovered(at, after, self.clock() - began, "", step)
 
     def _tell_recovered(
         self,
@@ -110,7 +114,6 @@ class Recovery:
         after: StepState,
         seconds: float,
         rolled: str,
-        redone: tuple[str, ...],
         restored_from: int | None,
     ) -> None:
         self.emit(
@@ -120,8 +123,8 @@ class Recovery:
                 devices=self.fleet.pool,
                 plan=self.fleet.plan,
                 seconds=seconds,
-                rolled=rolled,
-                redone=redone if restored_from is None else (),
+                rolled={"": "none", REDO: "discarded by all"}.get(rolled, rolled),
+                redone=_redone(at.stage, rolled) if restored_from is None else (),
                 restored_from=restored_from,
             )
         )
@@ -135,11 +138,14 @@ class Recovery:
         if gone or isinstance(failure, WorkerDied):
             return
         kind, what = failure.failure.kind, f"{failure.running}: {_one_line(failure)}"
+        self._errors[(step, stage, kind)] += 1
+        again = self._errors[(step, stage, kind)]
         if out_of_memory(failure):
+            if again > LEANER_PLANS:
+                raise failure
             self._tell(step, stage, failure.device, "out of memory", what)
             return
-        self._errors[(step, stage, kind)] += 1
-        if self._errors[(step, stage, kind)] > 1 or set(self.fleet.pool) == {failure.device}:
+        if again > 1 or set(self.fleet.pool) == {failure.device}:
             raise failure  # the same again, though not on the same device: it is not the device
         if kind in WAITS:
             self._tell(step, stage, failure.device, "silent" if kind == "PeerTimeout" else "error", what)
@@ -174,12 +180,15 @@ class Recovery:
 
     # -- what was in flight --------------------------------------------------------------------------------------
 
-    def _settle(self, at: StepState) -> str:
+    def _settle(self, at: StepState, failure: BaseException) -> str:
         """All that are left do the same about what was in flight; returns what that was, if anything."""
         if at.counting:
             for order in self.updates.counts(at.step):
                 self._everywhere_left(at, order)
             at.counting, at.counted = False, True
+        if at.in_flight is not None and out_of_memory(failure) and not self._begun(at, at.in_flight):
+            self._everywhere_left(at, ("discard", at.in_flight.update.model_stage, ()))
+            at.in_flight = None
         if at.in_flight is not None:
             found = self._everywhere_left(at, self.updates.order(at.in_flight))
             for device, updates in found.items():
@@ -190,8 +199,13 @@ class Recovery:
             return rolled
         if at.computing is not None:
             at.computing = None  # the gradients go with the units
-            return "discarded by all"
+            return REDO
         return ""
+
+    def _begun(self, at: StepState, update: InFlight) -> bool:
+        """Whether any rank has applied an update, or a part of it."""
+        found = self._everywhere_left(at, ("updates", update.update.model_stage, ()))
+        return any(updates != update.number for updates in found.values())
 
     def _everywhere_left(self, at: StepState, order: Order) -> dict[int, object]:
         """Every device of a model-stage that is left is given an order, until all have carried it out.
@@ -269,13 +283,13 @@ def start_missing(fleet: Fleet, change: PlannedChange) -> None:
         fleet.cluster.start(added)
 
 
-def _redone(at: StepState) -> tuple[str, ...]:
+def _redone(stage: str, rolled: str) -> tuple[str, ...]:
     """What of the step is done again: not what is complete, nor what was in flight."""
-    if at.stage in ("weight_sync", "generation"):
-        return ("weight_sync", "generation")[: 2 if at.stage == "generation" else 1]
-    if at.stage == "training":
-        return ("gradients",) if at.computing is not None and at.in_flight is None else ()
-    return (at.stage,) if at.stage in ("inference", "checkpoint") else ()
+    if stage == "generation":
+        return ("weight_sync", "generation")
+    if rolled == REDO:
+        return ("gradients",)
+    return (stage,) if stage in ("weight_sync", "inference", "checkpoint") else ()
 
 
 def _how(death: WorkerDied) -> str:

@@ -149,6 +149,7 @@ class Fleet:
         self._versions: dict[ModelStage, int] = {}
         self._broken = False
         self._gone: frozenset[ModelStage] = frozenset()
+        self._loading: frozenset[ModelStage] = frozenset()
         self._sync: MovePlan | None = None
         self._group_s, self._opened = GROUP_S, 0
 
@@ -225,11 +226,13 @@ class Fleet:
             self.salvage()
         if added := sorted(set(devices) - set(self.pool)):
             self.cluster.start(added)
+        self._loading = frozenset(sources or ())
         try:
             transition = self._run(plan, sources or {}, on_span)
         except (WorkerDied, WorkerFailed):
             self._broken = True
             raise
+        self._loading = frozenset()
         if leaving := sorted(set(self.pool) - set(devices)):
             self.cluster.stop(leaving)
             self._connect(plan, self.pool)
@@ -244,12 +247,15 @@ class Fleet:
         while reports is None:
             try:
                 reports = self._call("consolidate", self.pool).results()
+                for name in self._loading:  # there is memory for it, and not yet what files were to fill it with
+                    self._call("settle", self.pool, name, None, True).results()
             except WorkerDied:
-                continue
+                reports = None
         self._owners = Owners()
         for gpu, shards_here in reports.items():
             for name, holding in shards_here.items():
-                self._owners.set(name, gpu, holding, None)
+                if name not in self._loading:
+                    self._owners.set(name, gpu, holding, None)
         self._broken, self._sync = True, None
         lost = {name: missing(self.specs[name], self._owners.of(name)) for name in self.specs}
         found = {name: regions for name, regions in lost.items() if regions and name != ACTOR_GENERATION}

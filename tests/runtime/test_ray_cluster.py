@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,9 +14,10 @@ import torch.distributed as dist
 ray = pytest.importorskip("ray")
 
 from cluster_conformance import *  # noqa: E402, F403
-from devices_for_tests import DEVICES, PROGRAM, Devices, wait_until  # noqa: E402
+from devices_for_tests import DEVICES, PROGRAM, Devices, error_of, wait_until  # noqa: E402
 
 from nereus.core.errors import UserError  # noqa: E402
+from nereus.runtime.cluster import WorkerDied  # noqa: E402
 from nereus.runtime.ray_cluster import RayCluster  # noqa: E402
 
 
@@ -43,6 +46,18 @@ def all_devices(board: dist.TCPStore) -> Iterator[Devices]:
 @pytest.fixture
 def watched(devices: Devices) -> Devices:
     return devices
+
+
+def test_a_stopped_device_of_another_machine_is_seen_by_somebody_there(
+    devices: Devices, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("nereus.runtime.ray_cluster._boot", lambda: "another machine")
+    devices.cluster.start([4])
+    waiting = devices.call("wait_for_abort", [4])
+    os.kill(devices.pid(4), signal.SIGSTOP)
+    error = error_of(waiting)
+    assert isinstance(error, WorkerDied)
+    assert error.silent_s is not None and error.silent_s < 6.0  # 12 s if nobody could see it
 
 
 def test_a_new_cluster_is_one_node_whose_devices_share_memory(devices: Devices) -> None:

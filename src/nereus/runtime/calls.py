@@ -18,7 +18,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any, Protocol
 
 from nereus.core import errors
-from nereus.runtime.heartbeat import Limits, Pulse, after, is_dead, look_at
+from nereus.runtime.heartbeat import Limits, Look, Pulse, after, is_dead
 from nereus.runtime.worker import ALIVE_QUESTION, Command, Failure, Reply, pack, unpack
 
 
@@ -77,8 +77,8 @@ class WorkerProcess(Protocol):
         ...
 
     @property
-    def pid(self) -> int | None:
-        """Of a process of this machine; None for one of another."""
+    def pid(self) -> int:
+        """The operating system's id, on its machine."""
         ...
 
     @property
@@ -89,6 +89,10 @@ class WorkerProcess(Protocol):
     @property
     def how(self) -> str:
         """How it ended, where there is more to say than an exit code."""
+        ...
+
+    def look(self) -> Look | None:
+        """What it does; None where that cannot be seen."""
         ...
 
     def kill(self) -> None:
@@ -158,7 +162,7 @@ class Worker:
     def look(self, elapsed_s: float, limits: Limits) -> None:
         """Bring what is known of it up to date, `elapsed_s` after the last look; ask again, or kill it."""
         answered = self._answered()
-        look = None if answered or self.process.pid is None else look_at(self.process.pid)
+        look = None if answered else self.process.look()
         self._pulse = after(self._pulse, elapsed_s, answered=answered, look=look, limits=limits)
         if answered or not self._asked:
             self._asked = self._tell(ALIVE_QUESTION)

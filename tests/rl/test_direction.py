@@ -68,6 +68,14 @@ def test_a_device_that_has_failed_is_left_out_for_good() -> None:
     assert director.boundary(5) == PlannedChange(5, (0, 2), on(0, 2))
 
 
+def test_a_device_that_dies_while_nobody_uses_it_has_failed_too() -> None:
+    fleet = Devices(on(0, 1), (0, 1, 2, 3))
+    director = FixedDirector([PlannedChange(5, (0, 1, 2), on(0, 1, 2))], replan, fleet)
+    fleet.pool = (0, 1, 3)
+    assert director.boundary(0) is None
+    assert director.boundary(5) == PlannedChange(5, (0, 1), on(0, 1))
+
+
 def test_devices_that_the_job_gave_up_are_not_taken_back() -> None:
     """Unless nothing else is left: here the change that gives up 2 and 3 fails with device 0."""
     fleet = Devices(on(0, 1, 2, 3), (0, 1, 2, 3))

@@ -93,11 +93,11 @@ class FixedDirector:
         self._changes = {change.step: change for change in changes}
         self._replan, self._fleet = replan, fleet
         self._wanted: set[int] | None = None
-        self._known: set[int] = set()
+        self._known = set(fleet.pool)
         self._failed: set[int] = set()
 
     def boundary(self, step: int) -> PlannedChange | None:
-        self._known = set(self._fleet.pool)
+        self._failed |= self._known - set(self._fleet.pool)
         change = self._changes.get(step)
         if change is None:
             return None
@@ -118,7 +118,8 @@ class FixedDirector:
         return PlannedChange(step, wanted, plan)
 
     def changed(self, step: int, transition: Transition | None) -> None:
-        pass
+        if transition is not None:
+            self._known = set(self._fleet.pool)
 
     def generated(self, step: int, lengths: Sequence[int]) -> None:
         pass

@@ -12,18 +12,18 @@ down in its `StepState`, so that after a failure (`rl.recovery`) it goes on with
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from nereus.core.errors import StateError
+from nereus.core.errors import StateError, UserError
 from nereus.core.events import Event, PrimitiveFinished, StageStarted, StepFinished, TransitionFinished
 from nereus.core.job import Job, PlannedChange
 from nereus.core.plan import ACTOR_GENERATION, ModelStage
 from nereus.engine.generation import Request
-from nereus.rl.direction import Director
+from nereus.rl.direction import Director, Unrecoverable
 from nereus.rl.experience import compute_experience
 from nereus.rl.ledger import Ledger
 from nereus.rl.recovery import FAULTS, Recovery, Restart, start_missing
@@ -56,6 +56,7 @@ class Trainer:
     at_boundary: Callable[[int, bool], None] = lambda step, last: None
     measure: Callable[[], Mapping[int, Any]] = dict
     before_step: Callable[[int], None] = lambda step: None
+    leaving: Callable[[Set[int]], None] = lambda devices: None
     models: Mapping[ModelStage, Source] = field(default_factory=dict)
     restore: Callable[[], Restart] | None = None
     clock: Callable[[], float] = time.monotonic
@@ -197,15 +198,20 @@ class Trainer:
         at.changed = True
 
     def _carry_out(self, step: int, change: PlannedChange) -> Transition:
-        """Raises StateError when the state is not the same before and after."""
+        """Raises StateError when the state is not the same before and after, Unrecoverable where there is no way."""
         before, devices_before = self.fleet.plan, self.fleet.pool
+        if stopped := set(devices_before) - set(change.devices):
+            self.leaving(stopped)
         started = self.clock()
         kept = [p.model_stage for p in before.placements if p.model_stage != ACTOR_GENERATION]
         digest_before = self.fleet.digest(kept)
         ready = self.clock()
         start_missing(self.fleet, change)
         self._recovery.watch()
-        transition = self.fleet.change(change.plan, change.devices, on_span=self._tell(step))
+        try:
+            transition = self.fleet.change(change.plan, change.devices, on_span=self._tell(step))
+        except UserError as error:
+            raise Unrecoverable(f"the change of plan before step {step} cannot be made: {error}") from error
         self._recovery.watch()
         changed = self.clock()
         digest_after = self.fleet.digest(kept)

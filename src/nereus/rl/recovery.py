@@ -85,16 +85,17 @@ class Recovery:
         Raises Unrecoverable; the failure itself where going on would only repeat it.
         """
         began, stage, rolled = self.clock(), at.stage, ""
+        self._blame(at.step, stage, failure)
         while True:
-            self._blame(at.step, stage, failure)
             try:
                 rolled = self._settle(at, failure) or rolled
                 after, restored_from = self._go_on(at, stage, failure)
                 break
             except FAULTS as another:
                 failure, stage = another, "transition"
+                self._blame(at.step, stage, failure)
             except StateError:
-                if self._present <= set(self.fleet.pool):
+                if not self._bury(at.step, "transition"):
                     raise  # it is not that a device died between being asked and being used
         self._tell_recovered(at, after, self.clock() - began, rolled, restored_from)
         return after

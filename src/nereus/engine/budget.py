@@ -3,11 +3,12 @@
     resident      the state of all units, new shards of a transition beside the old ones
     gradients     of the units that have any, whole from the first backward pass on
     activations   what autograd keeps for the backward pass: every storage once, without parameters;
-                  where nothing is kept, what one layer computes at a time (an upper bound)
+                  where nothing is kept, what one layer computes at a time
     boundaries    hidden states received from the pp_stage before, and sent to the next, until their backward pass
     logits        what autograd keeps of the head, and the head's own temporaries
     kv_cache      keys and values of generation
     workspace     buckets of gradients, temporaries of the optimizer, copies of a layer's cache, staging memory
+    checkpoint    copies of state that are being written to files
 
 On a CPU this is the device: processes share one memory, so nothing else would stop one of them from taking more than its
 part, and an emulated device has less than there is. What would exceed the capacity raises OutOfMemory in the operation that
@@ -16,7 +17,7 @@ needs it. On a GPU the driver's allocator is the judge, and the account says wha
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,8 +26,8 @@ import torch
 from nereus.core.errors import OutOfMemory
 from nereus.core.measurements import MEMORY_KINDS
 
-_NAMES = {"resident": "state", "kv_cache": "KV cache"}
-LASTING = ("resident", "gradients")
+_NAMES = {"resident": "state", "kv_cache": "KV cache", "checkpoint": "copies for a checkpoint"}
+LASTING = ("resident", "gradients", "checkpoint")
 """Kinds that outlast a command."""
 
 
@@ -34,6 +35,8 @@ class Budget:
     """The account of device `device`. capacity_bytes: None for as much as there is, or where an allocator knows.
 
     allocator: whether there is one that tells the peak; what autograd keeps is then not counted.
+    until_written: called where only the copies for a checkpoint are in the way; returns when they are gone. Set by whoever
+    begins commands with copies. most_bytes: the highest peak of a command, but for copies, since it was set to zero.
     """
 
     def __init__(self, device: int, capacity_bytes: float | None = None, *, allocator: bool = False) -> None:
@@ -42,15 +45,18 @@ class Budget:
         self.total = 0
         self._peaks: dict[str, dict[str, int]] = {}
         self._peak, self._peak_bytes = dict(self.held), 0
+        self.most_bytes = 0
+        self.until_written: Callable[[], object] | None = None
 
     # -- the account ---------------------------------------------------------------------------------------------
 
     def take(self, kind: str, num_bytes: int) -> None:
         """So many bytes more (or, below zero, fewer) of a kind. Raises OutOfMemory, and nothing is taken."""
-        total = self.total + num_bytes
-        if num_bytes > 0 and self.capacity_bytes is not None and total > self.capacity_bytes:
-            raise OutOfMemory(self._refusal(kind, num_bytes))
-        self.total = total
+        if num_bytes > 0 and self.capacity_bytes is not None and self.total + num_bytes > self.capacity_bytes:
+            self._wait_for_copies()
+            if self.total + num_bytes > self.capacity_bytes:
+                raise OutOfMemory(self._refusal(kind, num_bytes))
+        total = self.total = self.total + num_bytes
         self.held[kind] += num_bytes
         if total > self._peak_bytes:
             self._peak, self._peak_bytes = dict(self.held), total
@@ -94,11 +100,12 @@ class Budget:
 
     # -- commands ------------------------------------------------------------------------------------------------
 
-    def begin(self, resident: int, gradients: int, workspace: int = 0) -> None:
+    def begin(self, resident: int, gradients: int, workspace: int = 0, checkpoint: int = 0) -> None:
         """A command begins: this much is here, and nothing else is."""
         self.held = dict.fromkeys(MEMORY_KINDS, 0)
-        self.held |= {"resident": resident, "gradients": gradients, "workspace": workspace}
-        self.total = resident + gradients + workspace
+        lasting = {"resident": resident, "gradients": gradients, "workspace": workspace, "checkpoint": checkpoint}
+        self.held |= lasting
+        self.total = sum(lasting.values())
         self._peak, self._peak_bytes = dict(self.held), self.total
 
     def end(self, task: str, measured_bytes: int | None = None, rest: str = "workspace") -> None:
@@ -107,6 +114,7 @@ class Budget:
         peak = dict(self._peak)
         if measured_bytes is not None:
             peak[rest] += max(0, measured_bytes - self._peak_bytes)
+        self.most_bytes = max(self.most_bytes, sum(peak.values()) - peak["checkpoint"])
         if sum(peak.values()) > sum(self._peaks.get(task, {}).values()):
             self._peaks[task] = peak
 
@@ -114,6 +122,12 @@ class Budget:
         """By task, bytes by kind when most was held, since the last time."""
         peaks, self._peaks = self._peaks, {}
         return peaks
+
+    def _wait_for_copies(self) -> None:
+        if self.held["checkpoint"] and self.until_written is not None:
+            self.until_written()
+            self.total -= self.held["checkpoint"]
+            self.held["checkpoint"] = 0
 
     def _refusal(self, kind: str, num_bytes: int) -> str:
         would = {k: n for k, n in self.held.items() if n or k == kind}

@@ -19,6 +19,9 @@ SAMPLING_BYTES = 32
 """Of one logit while a token is sampled: it, its log-probability, and in float64 its probability, the running sum of
 these, and that sum scaled."""
 
+NUCLEUS_BYTES = 52
+"""The same with top-p: probabilities in order, that order, their sum, what is dropped, and the first four."""
+
 OPTIMIZER_BYTES = 7 * FLOAT32_BYTES
 """Of one parameter's AdamW step: gradient read; parameter and two moments read and written."""
 
@@ -125,11 +128,13 @@ class Counts:
         return self.num_parameters * FLOAT32_BYTES
 
     def working_bytes(self, tokens: int) -> int:
-        """What a layer computes at once at the most, where nothing is kept: its input, the normed one, all its products."""
+        """What a layer holds at its fullest where nothing is kept: its input, the normed one, all its products. Within 1 %
+        of what torch had allocated there (Llama, CPU; rotary tables are not counted)."""
         return tokens * self.layer_width * self.element_bytes
 
-    def sampling_bytes(self, rows: int) -> int:
-        return SAMPLING_BYTES * rows * self.vocabulary
+    def sampling_bytes(self, rows: int, *, top_p: float) -> int:
+        """While a token of each row is sampled."""
+        return (SAMPLING_BYTES if top_p == 1 else NUCLEUS_BYTES) * rows * self.vocabulary
 
     def softmax_bytes(self, places: int, *, kept: bool) -> int:
         """Of the head's temporaries, beside what autograd keeps: the logits, the gradient of their log-probabilities in

@@ -109,8 +109,8 @@ class _SubBatch:
         return (self.mask.cumsum(-1) - 1).clamp(min=0)[:, -self.tokens.shape[1] :]
 
     def count_cache(self) -> None:
-        """Tell the budget what the cache has grown or shrunk by; a layer's old one, and its copy for all query heads, were
-        there beside its new one for a moment."""
+        """Tell the budget what the cache has grown or shrunk by; a layer's old one, and where the batch is padded its copy
+        for all query heads, were there beside its new one for a moment."""
         layers = [layer.keys.nbytes + layer.values.nbytes for layer in self.cache.layers]
         budget, grown, self._cache_bytes = self._unit.budget, sum(layers) - self._cache_bytes, sum(layers)
         budget.take("kv_cache", grown)
@@ -118,6 +118,14 @@ class _SubBatch:
 
     def sample(self, hidden: torch.Tensor) -> torch.Tensor:
         """On the last pp_stage: the next token of every row, int64 [b]."""
+        unit, rows = self._unit, len(self.requests)
+        with (
+            unit.budget.passing("logits", unit.counts.sampling_bytes(rows, top_p=self._sampling.top_p)),
+            unit.meter.operation("sample", *unit.counts.sampling(rows)),
+        ):
+            return self._sample(hidden)
+
+    def _sample(self, hidden: torch.Tensor) -> torch.Tensor:
         logits = self._unit.module.logits(hidden[:, -1])
         positions = [r.position for r in self.requests]
         samples = [r.sample for r in self.requests]
@@ -194,11 +202,7 @@ def _run(unit: Unit, batches: list[_SubBatch]) -> None:
                 continue
             hidden = _forward(unit, batch)
             if unit.module.is_last:
-                with (
-                    unit.budget.passing("logits", unit.counts.sampling_bytes(len(batch.requests))),
-                    unit.meter.operation("sample", *unit.counts.sampling(len(batch.requests))),
-                ):
-                    own[id(batch)] = tokens = batch.sample(hidden)
+                own[id(batch)] = tokens = batch.sample(hidden)
                 for send in _tell(unit, tokens):
                     sends.add(send)
             else:

@@ -16,7 +16,7 @@ def test_a_run_on_ray_is_the_run_on_local_processes(nereus: Callable[..., Any], 
     job = write_job(steps=2)
     found = {}
     for backend in ("local", "ray"):
-        answer = nereus("run", job, "--set", f"cluster.backend={backend}", "--json")
+        answer = nereus("run", job, "--set", f"cluster.backend={backend}", "--set", "cluster.address=local", "--json")
         assert answer.exit_code == 0, answer.stderr
         assert answer.stdout.count("\n") == 1, "Ray has written to standard output"
         found[backend] = json.loads(answer.stdout)

@@ -35,7 +35,7 @@ def ray_processes() -> set[int]:
 def all_devices(board: dist.TCPStore) -> Iterator[Devices]:
     """A Ray of its own, on this machine."""
     before = ray_processes()
-    cluster = RayCluster(PROGRAM, (board.port,), new_slots=6, timeout_s=120.0, heartbeat_s=0.3)
+    cluster = RayCluster(PROGRAM, (board.port,), address="local", new_slots=6, timeout_s=120.0, heartbeat_s=0.3)
     cluster.start(DEVICES)
     yield Devices(cluster, board)
     cluster.close()

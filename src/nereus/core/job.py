@@ -155,7 +155,9 @@ class ClusterSection:
     backend: Annotated[
         Literal["local", "ray"], Doc("local: processes of this machine; ray: actors of a Ray cluster.")
     ] = "local"
-    address: Annotated[str | None, Doc("Of a Ray cluster; null: the one that runs here, or a new one.")] = None
+    address: Annotated[
+        str | None, Doc("Of a Ray cluster; auto: of the one here; local: a new one; null: auto, else local.")
+    ] = None
     pace: Annotated[
         PaceSection | None, Doc("CPU devices take at least the time of the device described here: emulated.")
     ] = None

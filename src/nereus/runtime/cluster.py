@@ -22,7 +22,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch.distributed as dist
 
@@ -106,6 +106,7 @@ class PoolNews:
     vanished: tuple[int, ...] = ()
 
 
+@runtime_checkable
 class PoolEvents(Protocol):
     """What a cluster also fills whose machines come and go. An id that is gone may come back, on another machine."""
 

@@ -69,6 +69,9 @@ QUIET = {
 """The environment of Ray, where it is not set: no reports of usage, nothing of ours said twice."""
 
 RESOURCES = {"cpu": "CPU", "cuda": "GPU"}
+NEW = "local"
+"""The address, in Ray's words, of a cluster that is started here."""
+
 NODE_LABEL = "ray.io/node-id"
 
 Channel = Literal["commands", "control", "outlook"]
@@ -244,8 +247,8 @@ class _ActorProcess:
 class RayCluster(WorkerCluster):
     """Devices of a Ray cluster. See `Cluster`, `PoolEvents`, and `WorkerCluster` for what is not said here.
 
-    address: of the cluster ("auto": the one that this machine belongs to); None: that one, or else a new one on this
-    machine, which listens on localhost only and ends with `close`. In a process that uses Ray already, its cluster.
+    address: of the cluster; "auto": the one that this machine belongs to; "local": a new one on this machine, which ends
+    with `close`; None: auto, or else local. In a process that uses Ray already, its cluster.
     new_slots: devices that a new one has. shared_memory: whether devices read each other's state in memory; None: they do
     if they are CPU devices of a cluster that was started here, so has one node.
     """
@@ -478,14 +481,15 @@ def _connect(ray: Any, address: str | None, new_slots: int) -> tuple[bool, bool]
     """(Whether we have connected to Ray, and so must disconnect; whether the cluster is a new one)."""
     if ray.is_initialized():
         return False, False
-    try:
-        ray.init(address=address or "auto", log_to_driver=False, logging_level=logging.ERROR)
-        return True, False
-    except ConnectionError as error:
-        if address is not None:
-            raise UserError(f"cluster.address: {address}: no Ray cluster answers there: {error}") from error
+    if address != NEW:
+        try:
+            ray.init(address=address or "auto", log_to_driver=False, logging_level=logging.ERROR)
+            return True, False
+        except ConnectionError as error:
+            if address is not None:
+                raise UserError(f"cluster.address: {address}: no Ray cluster answers there: {error}") from error
     ray.init(
-        address="local",
+        address=NEW,
         num_cpus=new_slots,
         include_dashboard=False,
         log_to_driver=False,

@@ -193,7 +193,11 @@ def test_a_device_that_dies(
 def test_the_last_device_dies(
     nereus: Callable[..., Any], write_job: WriteJob, tmp_path: Path, at_step: Callable[..., None], every: int
 ) -> None:
-    at_step(3, kill(0, 1))
+    def act(trainer: Trainer) -> None:
+        trainer.leaving({0, 1})  # what they write is there
+        kill(0, 1)(trainer)
+
+    at_step(3, act)
     changes = [{"step": 2, "plan": {"actor/training": {"tp": 2}}}]
     answer = nereus("run", write_job(steps=5, run={"checkpoint_every": every}, changes=changes), "--json")
     assert answer.exit_code == 1 and answer.stdout == ""

@@ -25,7 +25,9 @@ from nereus.rl.objectives import PolicyTargets, ValueTargets
 from nereus.rl.worker import state_spec
 from nereus.runtime.checkpoint import check_tensors, find_tensors
 from nereus.runtime.cluster import Cluster
+from nereus.runtime.file_batch import FileBatch
 from nereus.runtime.fleet import Fleet, Source
+from nereus.runtime.tensor_files import Part
 
 Shape = tuple[int, int, int]
 """(tp, pp, dp)."""
@@ -336,7 +338,11 @@ class Rig:
     def whole_state(self, name: ModelStage, folder: Path) -> dict[str, torch.Tensor]:
         """Every logical tensor of a model-stage, gathered and read back."""
         folder.mkdir(parents=True, exist_ok=True)
-        self.fleet.write(name, self.fleet.specs[name], folder, "state")
+        writers = self.fleet.plan[name].gpus
+        part = Part(model_stage=name, spec=self.fleet.specs[name], folder=folder, stem="state", writers=writers)
+        batch = FileBatch(self.fleet, [part])
+        batch.start()
+        assert batch.look(wait=True)
         return {k: v for file in folder.glob("state-*.safetensors") for k, v in load_file(file).items()}
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Response]:

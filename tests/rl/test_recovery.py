@@ -17,6 +17,7 @@ from nereus.core.plan import Layout, Placement, Plan
 from nereus.rl.direction import FixedDirector
 from nereus.rl.ledger import read_ledger
 from nereus.rl.loop import Trainer
+from nereus.rl.saving import Checkpoints
 from nereus.telemetry.folder import read_events
 
 Run = Callable[..., dict[str, Any]]
@@ -29,6 +30,8 @@ PLAN: dict[str, Any] = {
     "critic/training": {"pp": 2, "dp": 2, "micro_batch": 2, "gpus": [1, 0, 3, 2]},
 }
 """Two replicas of everything, device 1 in all of them."""
+
+at_boundary = Checkpoints.at_boundary
 
 EVERYTHING = {"trained": 2 * 8 * 2, "repeated": 0, "skipped": 0}
 REDUCED, NORM = "nereus.engine.optimizer:reduce_gradients", "nereus.engine.optimizer:gradient_norm"
@@ -83,6 +86,7 @@ def suffer(run: Run, write_job: WriteJob, monkeypatch: pytest.MonkeyPatch, fault
     Survivors get a plan of this module; adaptive: the controller's.
     """
     monkeypatch.setattr("nereus.rl.worker.PROGRAM", PROGRAM)
+    monkeypatch.setattr(Checkpoints, "at_boundary", written_at_once)
     train = Trainer.run
 
     def with_faults(*faults: Fault, generate: bool = False, adaptive: bool = False, **job: Any) -> Outcome:
@@ -111,6 +115,12 @@ def suffer(run: Run, write_job: WriteJob, monkeypatch: pytest.MonkeyPatch, fault
         return outcome
 
     return with_faults
+
+
+def written_at_once(self: Checkpoints, step: int, *more: Any, **how: Any) -> None:
+    """So that it does not depend on the disk what is there when a device fails."""
+    at_boundary(self, step, *more, **how)
+    self.settle()
 
 
 def kill(command: str, nth: int, moment: str, device: int = 1) -> Fault:
@@ -153,10 +163,10 @@ def test_a_death_that_the_controller_answers(suffer: Callable[..., Outcome], com
     assert [e.devices for e in outcome.recovered] == [(0, 2, 3)]
 
 
-@pytest.mark.parametrize("command", ["write_gathered", "digest_sums"])
+@pytest.mark.parametrize("command", ["clear_writes", "write_gathered", "written"])
 def test_a_death_in_a_checkpoint(suffer: Callable[..., Outcome], command: str) -> None:
     """Of the first step, and the last one of the run."""
-    for nth in (1, 4):
+    for nth in (1, 2):
         outcome = suffer(kill(command, nth, "after", device=0), run={"checkpoint_every": 1})
         (recovered,) = outcome.recovered
         assert (recovered.stage, recovered.redone) == ("checkpoint", ("checkpoint",))

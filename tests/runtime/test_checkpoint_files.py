@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from hashlib import sha256
 from pathlib import Path
 
 import pytest
@@ -33,8 +34,9 @@ def write_state(spec: StateSpec, folder: Path, max_bytes: int) -> list[Path]:
     specs, files = spec.by_name(), []
     for i, names in enumerate(shards(spec, max_bytes)):
         files.append(folder / f"part-{i}.safetensors")
-        size = write_tensors(files[-1], {name: logical(specs[name]) for name in names})
-        assert size == files[-1].stat().st_size
+        written = write_tensors(files[-1], {name: logical(specs[name]) for name in names})
+        content = files[-1].read_bytes()
+        assert (written.num_bytes, written.sha256) == (len(content), sha256(content).hexdigest())
     return files
 
 

@@ -56,6 +56,9 @@ CALIBRATE_EVERY = 8
 SIGNAL_STEPS = 3
 """Steps over which the median of an achieved efficiency is taken; a plan is not judged by its first, cold step."""
 
+UNCOSTED = ("resident", "checkpoint")
+"""Kinds of memory that are not a task's working memory."""
+
 MEMORY_STEPS = 4
 """Steps whose longest response memory is planned for: lengths vary from step to step."""
 
@@ -395,7 +398,7 @@ def _memory(scenario: Scenario, step: _Step) -> Iterator[MemoryObservation]:
         tasks = [
             step.measured.tasks[t.name] for t in scenario.cost.graph if _of(t, m) and t.name in step.measured.tasks
         ]
-        working = max((t.peak_bytes - t.memory.get("resident", 0) for t in tasks), default=0)
+        working = max((sum(n for kind, n in t.memory.items() if kind not in UNCOSTED) for t in tasks), default=0)
         counted = scenario.cost.memory(candidate_of(scenario.as_run(step.plan[m])))
         kinds = {
             kind: size for kind, size in counted.items() if kind in MEMORY_KINDS and kind != "resident" and size > 0

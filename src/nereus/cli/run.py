@@ -25,7 +25,7 @@ from nereus.api.machine import cache_folder, device_memory_bytes, device_type_of
 from nereus.cli.failure import RunFailed
 from nereus.cli.start import Start, fresh, resumed
 from nereus.core.errors import PlanError, StateError, UserError
-from nereus.core.events import CheckpointWritten, Event, RunFinished, RunStarted, TransitionFinished
+from nereus.core.events import Event, RunFinished, RunStarted, TransitionFinished
 from nereus.core.job import Job
 from nereus.runtime.files import write_atomically
 from nereus.telemetry.folder import RunFolder, check_is_run, read_events
@@ -150,8 +150,9 @@ def _run(
     from nereus.cli.directing import link_factors, make_director, transition_rates
     from nereus.rl.ledger import Ledger
     from nereus.rl.loop import Trainer
+    from nereus.rl.recovery import Restart
     from nereus.rl.rollouts import Replay
-    from nereus.rl.saving import restart_point, save_checkpoint
+    from nereus.rl.saving import Checkpoints, restart_point
     from nereus.rl.worker import PRELOAD, PROGRAM
     from nereus.runtime.backends import make_cluster
     from nereus.runtime.fleet import Fleet
@@ -202,28 +203,24 @@ def _run(
                 "is not the state that was written; delete its folder to go on from the one before"
             )
 
-        saved = start.first_step or None
-
-        def save(step: int) -> None:
-            nonlocal saved
-            if step == saved:
-                return  # it is there already
-            saved_from = time.monotonic()
-            path, num_bytes = save_checkpoint(
-                fleet,
-                prepared,
-                folder.checkpoints_path,
-                step=step,
-                ledger_bytes=ledger.size,
-                keep=job.run.keep_checkpoints,
-            )
-            saved = step
-            seconds = time.monotonic() - saved_from
-            emit(CheckpointWritten(step=step, path=str(path), num_bytes=num_bytes, seconds=seconds))
+        checkpoints = Checkpoints(
+            fleet,
+            prepared,
+            folder.checkpoints_path,
+            keep=job.run.keep_checkpoints,
+            saved=start.first_step or None,
+            emit=emit,
+            clock=time.monotonic,
+        )
+        stack.callback(checkpoints.close)
 
         def at_boundary(step: int, last: bool) -> None:
-            if last or (job.run.checkpoint_every and step % job.run.checkpoint_every == 0):
-                save(step)
+            due = bool(job.run.checkpoint_every and step % job.run.checkpoint_every == 0)
+            checkpoints.at_boundary(step, ledger.size, due=due, last=last)
+
+        def restore() -> Restart:
+            checkpoints.settle()
+            return restart_point(folder.checkpoints_path, prepared)
 
         director, heard = make_director(stack, start, fleet, folder.path, emit, records)
         listeners.append(heard)
@@ -242,7 +239,9 @@ def _run(
             measure=lambda: cluster.call("measurements", dict.fromkeys(cluster.devices, ())).results(),
             before_step=link_factors(job, cluster),
             models=prepared.sources,
-            restore=lambda: restart_point(folder.checkpoints_path, prepared),
+            before_stage=checkpoints.look,
+            leaving=checkpoints.settle,
+            restore=restore,
         )
         last = trainer.run(start.first_step)
         summary = summarise(folder, job, time.monotonic() - began)

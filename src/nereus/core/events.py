@@ -260,12 +260,26 @@ class Recovered(_Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointWritten(_Event):
-    """A complete checkpoint lies at `path`, as of the start of `step`."""
+    """A complete checkpoint lies at `path`, as of the start of `step`.
+
+    seconds: from the start of the step until it lay there; blocked_seconds: of these the loop waited so many.
+    waited: why it waited for the files, where it did.
+    """
 
     step: int
     path: str
     num_bytes: int
     seconds: float
+    blocked_seconds: float | None = None
+    waited: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointFailed(_Event):
+    """The checkpoint of the start of `step` could not be written; those before are still there. The run goes on."""
+
+    step: int
+    why: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -289,5 +303,6 @@ Event = (
     | DeviceFailed
     | Recovered
     | CheckpointWritten
+    | CheckpointFailed
     | RunFinished
 )

@@ -24,8 +24,8 @@ COMM_KINDS = (ALL_REDUCE, ALL_GATHER, BROADCAST, GRADIENT_REDUCE, SEND_RECV, TRA
 """Inside layers over tp: all_reduce, all_gather (of logits), broadcast (of tokens). gradient_reduce: sums of gradients over
 dp and between the ends of a pipeline, and of their norm. send_recv: between pp_stages. transfer: of state (weight_sync)."""
 
-MEMORY_KINDS = ("resident", "gradients", "activations", "boundaries", "logits", "kv_cache", "workspace")
-"""Kinds of memory: the state of all units, and the working kinds of `cost.memory`."""
+MEMORY_KINDS = ("resident", "gradients", "activations", "boundaries", "logits", "kv_cache", "workspace", "checkpoint")
+"""Kinds of memory: the state of all units, the working kinds of `cost.memory`, and copies that are written to files."""
 
 WEIGHT_SYNC = "weight_sync"
 TRACED_CALLS = 4096

@@ -41,7 +41,8 @@ class Trainer:
 
     at_boundary: told the next step, and whether the run ends before it; it may write a checkpoint. measure: by device,
     what workers measured since it was asked last. before_step: told once the devices of a step are there, again after a
-    failure. models, restore: for `Recovery`.
+    failure. before_stage: told when one begins. leaving: told of devices before a change stops them. models, restore:
+    for `Recovery`.
     """
 
     job: Job
@@ -56,6 +57,7 @@ class Trainer:
     at_boundary: Callable[[int, bool], None] = lambda step, last: None
     measure: Callable[[], Mapping[int, Any]] = dict
     before_step: Callable[[int], None] = lambda step: None
+    before_stage: Callable[[], None] = lambda: None
     leaving: Callable[[Set[int]], None] = lambda devices: None
     models: Mapping[ModelStage, Source] = field(default_factory=dict)
     restore: Callable[[], Restart] | None = None
@@ -264,6 +266,7 @@ class Trainer:
     def _stage(self, at: StepState, stage: str) -> Iterator[None]:
         at.stage = stage
         self.emit(StageStarted(step=at.step, stage=stage))
+        self.before_stage()
         started = self.clock()
         yield
         self._took(at, stage, self.clock() - started)

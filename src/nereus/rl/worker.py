@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import wraps
 from typing import Concatenate, ParamSpec, TypeVar
 
@@ -35,7 +36,7 @@ from nereus.engine.unit import Unit, UnitGroups
 from nereus.rl.objectives import Targets
 from nereus.runtime.state import LocalState
 from nereus.runtime.transport import NO_ADDRESSES
-from nereus.runtime.unit_store import Addresses, Built, Names, UnitStore
+from nereus.runtime.unit_store import Addresses, Built, Names, Room, UnitStore
 from nereus.runtime.worker import WorkerContext
 
 PROGRAM = "nereus.rl.worker:RlWorker"
@@ -82,6 +83,7 @@ class RlWorker(UnitStore[Unit]):
         kept = Pace(pace, check=context.flag.check) if pace is not None and context.device.type == "cpu" else None
         self.meter = self.groups.watcher = Meter(context.device_id, kept)
         self.budget = self._budget(capacity_bytes)
+        self.budget.until_written = lambda: self.writes.wait(context.flag.check)
         self._resident_bytes: int | None = None
         self._architectures = architectures
         self._norms: dict[ModelStage, torch.Tensor] = {}
@@ -164,7 +166,7 @@ class RlWorker(UnitStore[Unit]):
 
     def commit(self, version: int, placements: Mapping[ModelStage, Placement]) -> dict[ModelStage, int]:
         """See `UnitStore`. Until the next one, what is resident stays as it is."""
-        self._resident_bytes = None
+        self._resident_bytes, self.budget.most_bytes = None, 0
         return super().commit(version, placements)
 
     def build(
@@ -193,6 +195,14 @@ class RlWorker(UnitStore[Unit]):
             if self.context.shared_memory:  # without messages, which the meter would have seen
                 self.meter.transferred(received, self.meter.clock() - began)
             return received
+
+    def clear_writes(self) -> Room:
+        """See `UnitStore`. The room is what commands left at their peaks, since the plan changed."""
+        room = super().clear_writes()
+        if self.budget.capacity_bytes is None:
+            return room
+        used = max(self._held_bytes(), self.budget.most_bytes)
+        return replace(room, device_bytes=self.budget.capacity_bytes - used)
 
     def measurements(self) -> DeviceMeasurements:
         """What this device measured since it was last asked."""
@@ -234,7 +244,8 @@ class RlWorker(UnitStore[Unit]):
         gradients = sum(unit.counts.gradient_bytes for unit in self.units.values() if unit.has_gradients)
         if self._resident_bytes is None:
             self._resident_bytes = self._held_bytes()
-        self.budget.begin(self._resident_bytes, gradients, staged)
+        copies = self.writes.held_bytes if cuda is None else 0  # a GPU's lie in the machine's memory
+        self.budget.begin(self._resident_bytes, gradients, staged, copies)
         if cuda is not None:
             torch.cuda.reset_peak_memory_stats(cuda)
         try:

@@ -67,6 +67,10 @@ class Call(Protocol):
         """By device, what the method returned. Raises the first cause: WorkerDied, WorkerFailed or a UserError."""
         ...
 
+    def within(self, timeout_s: float) -> bool:
+        """Wait, but no longer than that; whether `results` has nothing to wait for any more."""
+        ...
+
 
 class WorkerProcess(Protocol):
     """The process of a worker, on whatever machine."""
@@ -272,6 +276,12 @@ class WorkerCall:
         if any(w.failed for w in self._waiting.values()):
             self._mail.abort_epoch(self._epoch, "a call failed")
         return self._values()
+
+    def within(self, timeout_s: float) -> bool:
+        deadline = time.monotonic() + timeout_s
+        while not self.ended and self._mail.take(max(0.0, deadline - time.monotonic())):
+            pass
+        return self.ended
 
     def started(self) -> None:
         """`results` of ranks that cannot wait for each other: one that fails has no consequences for others."""

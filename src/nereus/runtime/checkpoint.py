@@ -13,14 +13,15 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
+import struct
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
 from nereus.core.errors import UserError
 from nereus.core.sharding import StateSpec
@@ -31,6 +32,23 @@ INDEX = "model.safetensors.index.json"
 MANIFEST = "manifest.json"
 FRESH_PREFIX = "score."
 """A value head that a folder lacks is made fresh."""
+
+PIECE_BYTES = 8 * 2**20
+"""What is written and hashed at a time."""
+
+_DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+"""What safetensors calls them."""
 
 
 @contextmanager
@@ -104,12 +122,49 @@ def read_regions(state: LocalState, files: Mapping[str, str], seed: int) -> None
                     state.region(name, start, stop).copy_(part[index])
 
 
-def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> int:
-    """Write whole tensors to one file (its folder is published only when complete); returns its size in bytes."""
-    save_file({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, path, metadata={"format": "pt"})
-    with path.open("rb") as file:
+@dataclass(frozen=True, slots=True)
+class WrittenFile:
+    """A file on disk."""
+
+    num_bytes: int
+    sha256: str
+
+
+def write_tensors(
+    path: Path, tensors: Mapping[str, torch.Tensor], go_on: Callable[[], None] = lambda: None
+) -> WrittenFile:
+    """Write whole tensors to one safetensors file, force it to disk, and hash what is written on the way.
+
+    go_on: called every PIECE_BYTES; may raise. Raises OSError. The folder is published only when it is complete.
+    The interpreter is free for other threads nearly all of the time, which `safetensors.save_file` does not promise.
+    """
+    order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))  # so all are aligned
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name in order:
+        start, end = end, end + tensors[name].numel() * tensors[name].element_size()
+        kind, shape = _DTYPES[tensors[name].dtype], list(tensors[name].shape)
+        header[name] = {"dtype": kind, "shape": shape, "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    sha256, size = hashlib.sha256(), 0
+    with path.open("wb") as file:
+        for piece in _pieces(struct.pack("<Q", len(text)) + text, [tensors[name] for name in order]):
+            go_on()
+            file.write(piece)
+            sha256.update(piece)
+            size += len(piece)
+        file.flush()
         os.fsync(file.fileno())
-    return path.stat().st_size
+    return WrittenFile(size, sha256.hexdigest())
+
+
+def _pieces(header: bytes, tensors: Iterable[torch.Tensor]) -> Iterator[memoryview]:
+    """The bytes of a header and of tensors."""
+    yield memoryview(header)
+    for tensor in tensors:
+        whole = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+        yield from (whole[at : at + PIECE_BYTES] for at in range(0, len(whole), PIECE_BYTES))
 
 
 def shards(spec: StateSpec, max_bytes: int) -> list[list[str]]:
@@ -125,11 +180,15 @@ def shards(spec: StateSpec, max_bytes: int) -> list[list[str]]:
     return groups
 
 
-def write_manifest(folder: Path, facts: Mapping[str, Any]) -> None:
-    """Publish a checkpoint: hash every file, then write the manifest, which carries a hash of its own content."""
+def write_manifest(folder: Path, facts: Mapping[str, Any], known: Mapping[str, str] | None = None) -> None:
+    """Complete a checkpoint: write the manifest, with the hash of every file and one of its own content.
+
+    known: SHA-256 by path in the folder, of files that were hashed when they were written; others are read.
+    """
     found = {str(p.relative_to(folder)): p for p in sorted(folder.rglob("*")) if p.is_file()}
     found.pop(MANIFEST, None)
-    manifest = {**facts, "files": {name: _sha256(path) for name, path in found.items()}}
+    known = known or {}
+    manifest = {**facts, "files": {name: known.get(name) or _sha256(path) for name, path in found.items()}}
     manifest = json.loads(json.dumps(manifest))  # as it will be read: keys are strings there
     write_atomically(folder / MANIFEST, json.dumps({**manifest, "sha256": _content_sha256(manifest)}, indent=1))
 

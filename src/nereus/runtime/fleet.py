@@ -4,7 +4,7 @@
     Fleet.change(plan, devices)        start devices, connect, run the transition's program, commit, stop devices
     Fleet.weight_sync()                actor/training -> actor/generation, by the same transports
     Fleet.digest(...)                  one comparison for "nothing was lost"
-    Fleet.write(model_stage, folder)   layout-free checkpoint of one model-stage
+    Fleet.gather(file)                 a file of whole tensors, for a checkpoint (`tensor_files`)
 
 No unit is in use while these run (the caller drains first). Who holds what is recorded (`executor.Owners`). When a change
 fails, the devices that are left are asked what they have that is complete; the next change starts from that, whatever plan
@@ -13,11 +13,9 @@ it was laid out for, so nothing is lost of which one copy is left.
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,19 +25,15 @@ from nereus.core.errors import PlanError, StateError
 from nereus.core.events import Moved
 from nereus.core.plan import ACTOR_GENERATION, ACTOR_TRAINING, ModelStage, Plan
 from nereus.core.sharding import Holdings, Interval, Move, MovePlan, StateSpec, plan_moves
-from nereus.runtime.checkpoint import INDEX, shards
 from nereus.runtime.cluster import Call, Cluster, WorkerDied, WorkerFailed
 from nereus.runtime.executor import Executor, OnSpan, Owners, Span
-from nereus.runtime.files import write_atomically
 from nereus.runtime.groups import GroupDirectory
+from nereus.runtime.tensor_files import TensorFile
 from nereus.runtime.transport import STAGING_BYTES
 from nereus.transition.groups import Lowering
 from nereus.transition.plan import LOWERINGS
 from nereus.transition.program import Program, missing, program
 from nereus.transition.rates import Ints, Rates
-
-SHARD_BYTES = 512 * 2**20
-"""The most that one rank gathers at a time to write a checkpoint."""
 
 LOCAL_RATES = Rates(intra_bytes_s=2.5e9, inter_bytes_s=2.5e9, copy_bytes_s=3e9, node_bytes_s=4e9, setup_s=2e-3)
 """CPU devices of one machine, where nothing is known of it (measured here, two cores)."""
@@ -409,29 +403,17 @@ class Fleet:
         if self.digest_of(ACTOR_GENERATION, spec) != self.digest_of(ACTOR_TRAINING, spec):
             raise StateError("actor/generation does not hold the weights of actor/training after weight_sync")
 
-    def write(self, name: ModelStage, spec: StateSpec, folder: Path, stem: str, *, index: bool = False) -> int:
-        """Write the tensors of `spec` as whole tensors to FOLDER/STEM-0000i-of-0000n.safetensors; returns bytes.
-
-        Files are gathered and written by the ranks of the first unit in turn, at most SHARD_BYTES each. index: also
-        write the index file that transformers looks for.
-        """
-        specs, sources = self.specs[name].by_name(), self._owned(name, spec)
-        groups, writers, total, where = shards(spec, SHARD_BYTES), self.plan[name].unit_gpus(0), 0, {}
-        for i, names in enumerate(groups):
-            file = f"{stem}-{i + 1:05d}-of-{len(groups):05d}.safetensors"
-            where.update(dict.fromkeys(names, file))
-            targets: Holdings = {writers[i % len(writers)]: {n: ((0, specs[n].length),) for n in names}}
-            part = StateSpec(tuple(specs[n] for n in names), spec.num_layers)
-            moves = plan_moves(part, sources, targets, node_of=self.cluster.node_of).moves
-            arguments = {
-                g: (name, targets.get(g, {}), own, str(folder / file), places)
-                for g, (own, places) in self._parts(moves, name).items()
-            }
-            total += sum(self.cluster.call("write_gathered", arguments).results().values())
-        if index:
-            table = {"metadata": {"total_size": spec.num_bytes}, "weight_map": where}
-            write_atomically(folder / INDEX, json.dumps(table, indent=1))
-        return total
+    def gather(self, file: TensorFile) -> Call:
+        """Have a file's tensors gathered, whole, on its writer, which writes them from then on in the background."""
+        specs = file.spec.by_name()
+        targets: Holdings = {file.writer: {n: ((0, t.length),) for n, t in specs.items()}}
+        sources = self._owned(file.model_stage, file.spec)
+        moves = plan_moves(file.spec, sources, targets, node_of=self.cluster.node_of).moves
+        arguments = {
+            g: (file.model_stage, targets.get(g, {}), own, str(file.path), places)
+            for g, (own, places) in self._parts(moves, file.model_stage).items()
+        }
+        return self.cluster.call("write_gathered", arguments)
 
     def _owned(self, name: ModelStage, spec: StateSpec) -> Holdings:
         """What is held of a model-stage's tensors that are in `spec`."""

@@ -14,6 +14,8 @@ itself knows nothing of models.
 from __future__ import annotations
 
 import gc
+import math
+import os
 from collections import defaultdict
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
@@ -23,7 +25,8 @@ from typing import Generic, TypeVar
 from nereus.core.errors import StateError
 from nereus.core.plan import ModelStage, Placement
 from nereus.core.sharding import Holding, Interval, Move, StateSpec, merge_intervals
-from nereus.runtime.checkpoint import read_regions, write_tensors
+from nereus.runtime.background_writes import BackgroundWrites, WritesReport
+from nereus.runtime.checkpoint import read_regions
 from nereus.runtime.groups import Group, GroupTable
 from nereus.runtime.memory import Allocator, DeviceMemory, HostMemory
 from nereus.runtime.state import LocalState, StateAddress
@@ -53,6 +56,14 @@ class Built:
     address: StateAddress | None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Room:
+    """What there is for copies of state: of this device's own memory, and of its machine's, which others share."""
+
+    device_bytes: float
+    host_bytes: float
+
+
 class UnitStore(Generic[U]):
     """Base of worker programs. specs: the logical state of every model-stage that may ever be here."""
 
@@ -69,6 +80,7 @@ class UnitStore(Generic[U]):
         self._arrived: dict[ModelStage, set[str]] = {}
         self._peak_bytes = 0
         self._messages: PeerToPeer | None = None
+        self.writes = BackgroundWrites()
         self.groups = GroupTable(
             me=self.me, store=context.store, flag=context.flag, device=context.device, timeout_s=context.timeout_s
         )
@@ -211,6 +223,11 @@ class UnitStore(Generic[U]):
         for index, value in values.items():
             self._states[model_stage].tensors[tensor][index] = value
 
+    def clear_writes(self) -> Room:
+        """Forget files that are being written, and what was; how much room there is for copies of the next ones."""
+        self.writes.clear()
+        return Room(device_bytes=math.inf, host_bytes=_available_bytes())
+
     def write_gathered(
         self,
         model_stage: ModelStage,
@@ -218,12 +235,28 @@ class UnitStore(Generic[U]):
         moves: Sequence[Move],
         path: str,
         addresses: Addresses = NO_ADDRESSES,
-    ) -> int:
-        """Gather whole tensors on the rank whose `holding` is not empty, which writes them to `path`; bytes written."""
-        target = LocalState.zeros(self.specs[model_stage], holding, self.context.device) if holding else None
+    ) -> None:
+        """Gather whole tensors on the rank whose `holding` is not empty, which writes them to `path` from then on."""
+        target = None
+        if holding:
+            self._check_written(model_stage, holding, moves)
+            memory = self._host or DeviceMemory(self.context.device)
+            target = LocalState.empty(self.specs[model_stage], holding, memory)
+            target.add(holding, touch=True)
         source = self._states.get(model_stage)
         self._transport().transfer(moves, source=source, target=target, addresses=addresses)
-        return write_tensors(Path(path), target.tensors) if target is not None else 0
+        if target is not None and self._host is None:
+            host = {name: tensor.cpu() for name, tensor in target.tensors.items()}
+            target = LocalState(self.specs[model_stage], holding, host)
+        if target is not None:
+            self.writes.add(Path(path), target)
+
+    def written(self, wait: bool) -> WritesReport:
+        """What has become of the files since `clear_writes`. wait: until all are on disk, or one has failed."""
+        report = self.writes.wait(self.context.flag.check) if wait else self.writes.told()
+        if not report.num_left and self._host is not None:
+            self._host.trim(KEPT_SHARE * self._host.spare_bytes)
+        return report
 
     def peak_bytes(self) -> int:
         """The most state that was here at once since the last call, and all staging memory."""
@@ -257,18 +290,22 @@ class UnitStore(Generic[U]):
         if (present := self._states.get(model_stage)) is not None:
             incoming.adopt(present, [n for n in wanted if n in present.tensors])
         fresh = [n for n in wanted if n not in incoming.tensors]
-        written: dict[str, list[Interval]] = defaultdict(list)
-        for move in moves:
-            if move.target == self.me:
-                written[move.tensor].append((move.start, move.stop))
-        for n in fresh:
-            counts = [sum(stop - start for start, stop in intervals) for intervals in (written[n], holding[n])]
-            if merge_intervals(written[n]) != holding[n] or counts[0] != counts[1]:
-                raise StateError(f"{model_stage}: of {n}, {holding[n]} is to be written, {sorted(written[n])} would be")
+        self._check_written(model_stage, {n: holding[n] for n in fresh}, moves)
         self.admit(self.specs[model_stage].holding_bytes({n: holding[n] for n in fresh}))
         incoming.add(fresh, touch=True)
         self._note_peak()
         return incoming
+
+    def _check_written(self, model_stage: ModelStage, holding: Holding, moves: Sequence[Move]) -> None:
+        """Raise StateError unless the moves write all of a holding, once."""
+        written: dict[str, list[Interval]] = defaultdict(list)
+        for move in moves:
+            if move.target == self.me:
+                written[move.tensor].append((move.start, move.stop))
+        for n, wanted in holding.items():
+            counts = [sum(stop - start for start, stop in intervals) for intervals in (written[n], wanted)]
+            if merge_intervals(written[n]) != wanted or counts[0] != counts[1]:
+                raise StateError(f"{model_stage}: of {n}, {wanted} is to be written, {sorted(written[n])} would be")
 
     def _with_empty_tensors(self, name: ModelStage, holding: Holding) -> LocalState:
         """The shard, with the tensors that the holding has no indices of: no primitive brings them, having no bytes."""
@@ -323,3 +360,12 @@ def _present(state: LocalState) -> Holding:
 def _indices(holding: Holding) -> Holding:
     """What a holding has any indices of."""
     return {name: intervals for name, intervals in holding.items() if intervals}
+
+
+def _available_bytes() -> float:
+    """Of this machine's memory, what programs could still take."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return next(1024.0 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration):
+        return float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))

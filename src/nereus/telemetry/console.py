@@ -20,6 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from nereus.core.events import (
+    CheckpointFailed,
     CheckpointWritten,
     DecisionMade,
     DeviceFailed,
@@ -212,6 +213,8 @@ def news(event: Event, progress: Progress) -> list[tuple[str, str]]:
             return [(describe.failure(event, unit), "bold red")]
         case Recovered():
             return [(describe.recovery(event, unit), "green")]
+        case CheckpointFailed():
+            return [(describe.checkpoint_failed(event), "bold red")]
         case _:
             return []
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from nereus.core.events import (
+    CheckpointFailed,
     CheckpointWritten,
     DeviceFailed,
     PlanChosen,
@@ -261,7 +262,14 @@ def memory(peak_bytes: float, capacity_bytes: float | None) -> str:
 def checkpoint(event: CheckpointWritten) -> str:
     """A checkpoint in one line."""
     size, taken = data_size(event.num_bytes), seconds(event.seconds)
-    return f"step {event.step}: checkpoint of {size} in {taken} s: {event.path}"
+    blocked = "" if event.blocked_seconds is None else f" ({seconds(event.blocked_seconds)} s of them waited for)"
+    why = f", not beside the training: {event.waited}" if event.waited else ""
+    return f"step {event.step}: checkpoint of {size} in {taken} s{blocked}{why}: {event.path}"
+
+
+def checkpoint_failed(event: CheckpointFailed) -> str:
+    """A checkpoint that did not come about, in one line."""
+    return f"step {event.step}: the checkpoint failed: {event.why}"
 
 
 def not_finite(step_number: int, names: Iterable[str]) -> str:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from statistics import fmean, median
 
 from nereus.core.events import (
+    CheckpointFailed,
     CheckpointWritten,
     DecisionMade,
     DeviceFailed,
@@ -103,6 +104,8 @@ class Progress:
                 )
             case CheckpointWritten():
                 return replace(self, checkpoint=event)
+            case CheckpointFailed():
+                return self
             case RunFinished():
                 return replace(self, finished=event, stage=None)
 

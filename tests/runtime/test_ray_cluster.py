@@ -51,7 +51,7 @@ def watched(devices: Devices) -> Devices:
 def test_a_stopped_device_of_another_machine_is_seen_by_somebody_there(
     devices: Devices, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("nereus.runtime.ray_cluster._boot", lambda: "another machine")
+    monkeypatch.setattr("nereus.runtime.ray_cluster.boot_id", lambda: "another machine")
     devices.cluster.start([4])
     waiting = devices.call("wait_for_abort", [4])
     os.kill(devices.pid(4), signal.SIGSTOP)

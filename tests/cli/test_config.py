@@ -28,7 +28,7 @@ FULL: dict[str, Any] = {
         {"step": 2, "plan": {"all": {"dp": 2, "micro_batch": 4}}},
         {"step": 3, "devices": 1, "plan": "auto"},
     ],
-    "adapt": {"policy": "every-k-steps", "every": 3},
+    "adapt": {"policy": "static", "every": 3},
     "run": {"checkpoint_every": 2, "record_rollouts": True},
 }
 

@@ -80,6 +80,12 @@ def test_a_planned_death_comes_once_in_its_stage_and_a_notice_is_carried_out() -
     supply.close()
 
 
+def test_new_devices_are_those_that_the_cluster_can_start() -> None:
+    assert Supply((), elapsed_s=Clock()).new_devices({0, 2}, 3) == (1, 3, 4)
+    some = Supply((), elapsed_s=Clock(), startable=lambda: (0, 2, 5))
+    assert some.new_devices({0, 1}, 3) == (2, 5)
+
+
 def test_a_trace_file(tmp_path: Path) -> None:
     file = tmp_path / "trace.csv"
     file.write_text("time_s,devices,notice_s\n0,8,\n60.5,4,30\n")

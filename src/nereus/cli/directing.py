@@ -25,7 +25,7 @@ from nereus.core.plan import Plan
 from nereus.rl.adapt import AdaptiveDirector
 from nereus.rl.direction import Director, FixedDirector
 from nereus.rl.supply import SCALE, News, Supply, read_trace
-from nereus.runtime.cluster import Cluster
+from nereus.runtime.cluster import Cluster, PoolEvents
 from nereus.runtime.fleet import LOCAL_RATES, Fleet
 from nereus.telemetry.folder import Record
 from nereus.transition.rates import Rates
@@ -55,7 +55,8 @@ def make_director(
         elapsed_s=lambda: elapsed_s + time.monotonic() - began,
         requests=folder / SCALE,
         kill=fleet.cluster.kill,
-        cluster_news=_news(fleet.cluster),
+        cluster_news=lambda: _news(fleet.cluster),
+        startable=fleet.cluster.available if isinstance(fleet.cluster, PoolEvents) else None,
         first_step=start.first_step,
     )
     log = stack.enter_context((folder / CONTROLLER_LOG).open("a", buffering=1))
@@ -148,6 +149,8 @@ def _replan(job: Job) -> Callable[[Sequence[int], Plan], Plan]:
     return lambda devices, current: AutoPlanner(job)(0, devices, current)
 
 
-def _news(cluster: Cluster) -> Callable[[], Sequence[News]]:
-    """Devices that the cluster itself has won or will lose."""
-    return tuple
+def _news(cluster: Cluster) -> list[News]:
+    """Devices that the cluster itself has won or lost."""
+    if not isinstance(cluster, PoolEvents):
+        return []
+    return [News(joined=news.appeared, gone=news.vanished, why="the cluster") for news in cluster.poll()]

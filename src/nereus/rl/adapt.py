@@ -35,7 +35,7 @@ from nereus.controller.controller import (
     TransitionEnded,
 )
 from nereus.controller.controller import Event as ControllerEvent
-from nereus.controller.pool import giving_up, joining
+from nereus.controller.pool import giving_up
 from nereus.core import events
 from nereus.core.job import PlannedChange
 from nereus.core.plan import Plan
@@ -265,11 +265,11 @@ class AdaptiveDirector:
     def _pool_is_to_be(self, step: int, news: News) -> None:
         known = self._available | self._leaving | set(self._fleet.pool)
         gone = set(news.gone) & self._available
-        joined: tuple[int, ...] = ()
+        joined = tuple(d for d in news.joined if d not in known)
         if news.devices is not None:
             more = news.devices - len(self._available)
             if more > 0:
-                joined = joining(known, more)
+                joined = self._supply.new_devices(known, more)
             elif more < 0 and news.devices >= 1:
                 gone = set(self._giving_up(-more, news.notice_s))
         if gone == self._available:

@@ -11,11 +11,12 @@ import csv
 import json
 import math
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from nereus.controller.pool import joining
 from nereus.core.errors import UserError
 from nereus.core.job import SupplyPoint
 
@@ -27,12 +28,13 @@ COLUMNS = ("step", "time_s", "devices", "notice_s")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class News:
-    """The pool is to be another one: so many devices from now on, or without those that are `gone`.
+    """The pool is to be another one: so many devices from now on, or with `joined` and without `gone`.
 
     notice_s: until they vanish; None: they wait for the boundary. why: who says so.
     """
 
     devices: int | None = None
+    joined: tuple[int, ...] = ()
     gone: tuple[int, ...] = ()
     notice_s: float | None = None
     why: str
@@ -73,7 +75,8 @@ class Supply:
     """See the module.
 
     points: of the job and its trace. elapsed_s: the run's seconds so far, resumed sessions included. kill: ends a device's
-    process at once; None where devices are not ours to kill. requests: the file of `nereus scale`.
+    process at once; None where devices are not ours to kill. requests: the file of `nereus scale`. startable: ids that new
+    devices can have; None: any.
     """
 
     def __init__(
@@ -84,9 +87,11 @@ class Supply:
         requests: Path | None = None,
         kill: Callable[[int], None] | None = None,
         cluster_news: Callable[[], Sequence[News]] = tuple,
+        startable: Callable[[], Sequence[int]] | None = None,
         first_step: int = 0,
     ) -> None:
         self._elapsed_s, self._requests, self._kill, self._cluster_news = elapsed_s, requests, kill, cluster_news
+        self._startable = startable
         began = elapsed_s()
         self._by_step = sorted((p for p in points if p.step is not None and p.during is None), key=_step)
         self._by_step = [p for p in self._by_step if _step(p) >= first_step]
@@ -102,6 +107,12 @@ class Supply:
             if news.notice_s is not None and news.gone:
                 self._vanish_in(news.notice_s, news.gone)
         return found
+
+    def new_devices(self, known: Collection[int], count: int) -> tuple[int, ...]:
+        """Ids for so many more devices, or for as many as there can be."""
+        if self._startable is None:
+            return joining(known, count)
+        return tuple(sorted(set(self._startable()) - set(known)))[:count]
 
     def vanish_in(self, notice_s: float, devices: Sequence[int]) -> None:
         """Devices of a reclaim that named none, now that they are chosen."""

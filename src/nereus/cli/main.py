@@ -245,9 +245,12 @@ class Bench:
     reshard: seconds and bytes of transitions of real processes, beside the least possible and beside other systems.
     coordination: model-stages in each other's way, by one global DAG and by independent ones.
     overhead: what adapting costs: a run of many short steps whose pool follows a spot trace (--supply FILE).
+    checkpoint: how long a run waits for the files of a checkpoint, written beside it and not.
     """
 
-    name: tyro.conf.Positional[Literal["equivalence", "cost", "planner", "dag", "reshard", "coordination", "overhead"]]
+    name: tyro.conf.Positional[
+        Literal["equivalence", "cost", "planner", "dag", "reshard", "coordination", "overhead", "checkpoint"]
+    ]
     """Which bench."""
     job: Annotated[Path, tyro.conf.arg(metavar="JOB")] = Path("examples/count")
     """equivalence, overhead: job file to measure with."""
@@ -256,7 +259,7 @@ class Bench:
     seeds: int = 3
     """equivalence: seeds of the free runs."""
     folder: Annotated[Path, tyro.conf.arg(metavar="FOLDER")] = Path("runs/bench")
-    """equivalence, overhead: where its runs are kept."""
+    """equivalence, overhead: where its runs are kept; checkpoint: where its files are written for a while."""
     table: Annotated[Path | None, tyro.conf.arg(metavar="CSV")] = None
     """cost: a table of measured training runs."""
     rl: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None
@@ -272,11 +275,11 @@ class Bench:
     devices: tuple[int, ...] = (4, 8)
     """reshard: the most devices that transitions may need."""
     parameters: float = 336e6
-    """reshard: of the model, 12 bytes each; fewer where a transition would not fit in this machine's memory."""
+    """reshard, checkpoint: of the model, 12 bytes each; reshard: fewer where not all would fit in this machine's memory."""
     peers: tuple[str, ...] = ("dcp", "dtensor")
     """reshard: systems to compare with: dcp, dtensor, torchft."""
     repeats: int = 3
-    """reshard: how often each transition is measured."""
+    """reshard, checkpoint: how often each is measured."""
     trials: int = 100
     """coordination: trials of each kind of overlap."""
     supply: Annotated[Path | None, tyro.conf.arg(metavar="JSON")] = None
@@ -335,6 +338,11 @@ class Bench:
             found = bench_overhead(
                 self.job, self.set, supply=self.supply, steps=self.steps, folder=self.folder, say=say
             )
+            return found, bench.row_lines(found)
+        if self.name == "checkpoint":
+            from nereus.cli.bench_checkpoint import bench_checkpoint
+
+            found = bench_checkpoint(self.parameters, repeats=self.repeats, folder=self.folder, say=say)
             return found, bench.row_lines(found)
         if self.rl is not None:
             from nereus.cli.bench_cost_rl import bench_cost_rl

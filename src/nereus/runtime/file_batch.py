@@ -30,13 +30,17 @@ class WriterLost(RuntimeError):
 class FileBatch:
     """See the module. files: to be written. waited: why `start` waits for them; empty if it does not."""
 
-    def __init__(self, fleet: Fleet, parts: Iterable[Part]) -> None:
-        """Devices forget what they wrote before. Raises WorkerDied or WorkerFailed."""
+    def __init__(self, fleet: Fleet, parts: Iterable[Part], *, wait: str = "") -> None:
+        """Devices forget what they wrote before. wait: a reason to wait also where there is room.
+
+        Raises WorkerDied or WorkerFailed.
+        """
         self._fleet, parts = fleet, list(parts)
         self.files = deal_out(parts)
         self._writers = {file.writer: fleet.cluster.incarnation(file.writer) for file in self.files}
         self._reports: dict[str, FileReport] = {}
-        self.waited, most_bytes = self._room()
+        too_large, most_bytes = self._room()
+        self.waited = wait or too_large
         if self.waited:
             self.files = deal_out(parts, most_bytes)
 

@@ -17,7 +17,7 @@ from gated_worker_for_tests import PROGRAM
 from nereus.core.events import CheckpointFailed, CheckpointWritten, Event, Recovered, StepFinished
 from nereus.rl.ledger import read_ledger
 from nereus.rl.loop import Trainer
-from nereus.rl.saving import checkpoints
+from nereus.rl.saving import Checkpoints, checkpoints
 from nereus.runtime.checkpoint import read_manifest
 from nereus.telemetry.folder import read_events
 
@@ -180,6 +180,39 @@ def test_a_writer_dies(
     assert [event.devices for event in events(folder, Recovered)] == [(0,)]
     assert names(folder) == [f"step-00000{step}" for step in (2, 5, 6, 7)]
     assert not list((folder / "checkpoints").glob(".*"))
+
+
+def test_a_restore_waits_for_the_checkpoint_that_is_being_written(
+    run: Run,
+    write_job: WriteJob,
+    tmp_path: Path,
+    fifo: Path,
+    stack: ExitStack,
+    at_start: Callable[..., None],
+    at_step: Callable[..., None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The device that dies has written its own files and told so: they are as good as any."""
+    at_start("gate", {1: ("step-000002", str(fifo))})
+    settle = Checkpoints.settle
+
+    def settled(self: Checkpoints, *leaving: Any) -> None:
+        stack.close()
+        settle(self, *leaving)
+
+    def kill(trainer: Trainer) -> None:
+        stack.enter_context(fifo.open("w"))
+        assert not trainer.fleet.cluster.call("written", {0: (True,)}).results()[0].error
+        trainer.before_stage()
+        assert names(only(tmp_path / "runs")) == []
+        trainer.fleet.cluster.kill(0)
+
+    monkeypatch.setattr(Checkpoints, "settle", settled)
+    at_step(2, kill)
+    plan = {"all": {"dp": 2}, "actor/training": {"tp": 2}}
+    folder = Path(run(write_job(steps=3, plan=plan, run={"checkpoint_every": 2}))["run"])
+    assert [(event.step, event.restored_from) for event in events(folder, Recovered)] == [(2, 2)]
+    assert not events(folder, CheckpointFailed)
 
 
 def full(trainer: Trainer) -> None:

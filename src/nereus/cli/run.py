@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
@@ -30,6 +30,12 @@ from nereus.core.job import Job
 from nereus.runtime.files import write_atomically
 from nereus.telemetry.folder import RunFolder, check_is_run, read_events
 from nereus.telemetry.progress import Progress, first_and_last
+
+if TYPE_CHECKING:
+    from nereus.rl.direction import Director
+    from nereus.rl.rollouts import Generator
+    from nereus.rl.tasks.base import Task
+    from nereus.runtime.fleet import Fleet
 
 LEDGER, ROLLOUTS = "ledger.jsonl", "rollouts"
 
@@ -48,7 +54,23 @@ class RunRequest:
     replay: Path | None = None
 
 
-def run_job(request: RunRequest, console: Console) -> dict[str, Any]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """What a bench puts in the place of a run's own parts.
+
+    program: what devices run in place of `rl.worker.RlWorker`; it takes `arguments` after those of that one.
+    listener: is told of each event before anybody else. direct: of the run's director makes the one that is asked.
+    generator: made in place of the one that replays.
+    """
+
+    program: str | None = None
+    arguments: tuple[Any, ...] = ()
+    listener: Callable[[Event], None] = lambda event: None
+    direct: Callable[[Director, Fleet], Director] = lambda director, fleet: director
+    generator: Callable[[Job, Task, Fleet], Generator] | None = None
+
+
+def run_job(request: RunRequest, console: Console, parts: Parts | None = None) -> dict[str, Any]:
     """Run to the end (or to Ctrl-C); returns the summary that `--json` prints, the metrics of each step as "history".
 
     Raises UserError before anything is started, RunFailed when the run ends before its time.
@@ -84,7 +106,7 @@ def run_job(request: RunRequest, console: Console) -> dict[str, Any]:
             job = load_job(folder.job_path, request.overrides) if request.static else start.job
             write_atomically(folder.job_path, dump_job(job))
         try:
-            return _run(request, start, prepared, folder, device_type, console)
+            return _run(request, start, prepared, folder, device_type, console, parts or Parts())
         except (KeyboardInterrupt, OSError, StateError, Unrecoverable, WorkerDied, WorkerFailed) as error:
             raise _failed(error, folder) from error
 
@@ -146,6 +168,7 @@ def _run(
     folder: RunFolder,
     device_type: str,
     console: Console,
+    parts: Parts,
 ) -> dict[str, Any]:
     from nereus.cli.directing import link_factors, make_director, transition_rates
     from nereus.rl.ledger import Ledger
@@ -161,7 +184,8 @@ def _run(
     capacity_bytes = _usable_bytes(start, device_type)
     with ExitStack() as stack:
         records = read_events(folder.path)
-        listeners = _listeners(stack, job, folder, [record.event for record in records], console)
+        history = [record.event for record in records]
+        listeners = [parts.listener, *_listeners(stack, job, folder, history, console)]
 
         def emit(event: Event) -> None:
             for listener in listeners:
@@ -187,8 +211,8 @@ def _run(
             emit(choice)
         cluster = make_cluster(
             job.cluster,
-            PROGRAM,
-            (prepared.architectures, capacity_bytes, job.cluster.pace),
+            parts.program or PROGRAM,
+            (prepared.architectures, capacity_bytes, job.cluster.pace, *parts.arguments),
             preload=(*PRELOAD, "nereus.cli.main"),
             device_type=device_type,
             most_devices=_most_devices(start),
@@ -224,6 +248,7 @@ def _run(
 
         director, heard = make_director(stack, start, fleet, folder.path, emit, records)
         listeners.append(heard)
+        replay = Replay(request.replay / ROLLOUTS) if request.replay is not None else None
         stop = stack.enter_context(_interruptible(console))
         trainer = Trainer(
             job=job,
@@ -231,8 +256,8 @@ def _run(
             fleet=fleet,
             ledger=ledger,
             emit=emit,
-            director=director,
-            generator=Replay(request.replay / ROLLOUTS) if request.replay is not None else None,
+            director=parts.direct(director, fleet),
+            generator=replay if parts.generator is None else parts.generator(job, prepared.task, fleet),
             rollout_folder=folder.path / ROLLOUTS if job.run.record_rollouts else None,
             stop=stop,
             at_boundary=at_boundary,

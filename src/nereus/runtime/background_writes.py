@@ -88,17 +88,15 @@ class BackgroundWrites:
     def told(self) -> WritesReport:
         """Of the batch, as far as it is known."""
         with self._changed:
-            batch = self._batch
-            return WritesReport(files=dict(batch.files), num_left=self._num_left(), error=batch.error)
+            return WritesReport(files=dict(self._batch.files), num_left=self._num_left(), error=self._batch.error)
 
     def wait(self, check: Callable[[], None]) -> WritesReport:
         """Until all of the batch is on disk, or failed. check: raises to end the wait."""
-        while True:
-            with self._changed:
-                if not self._num_left() or not self._changed.wait_for(lambda: not self._num_left(), LOOK_S):
+        with self._changed:
+            while self._num_left():
+                if not self._changed.wait(LOOK_S):
                     check()
-                if not self._num_left():
-                    return WritesReport(files=dict(self._batch.files), num_left=0, error=self._batch.error)
+        return self.told()
 
     def clear(self) -> None:
         """Forget the batch; what is being written of it ends soon."""

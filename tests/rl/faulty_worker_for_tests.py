@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any
 from unittest import mock
 
-from nereus.core.errors import OutOfMemory, PeerTimeout
+from nereus.core.errors import Aborted, OutOfMemory, PeerTimeout
 from nereus.rl.worker import RlWorker
 from nereus.runtime.abort import AbortFlag
 
@@ -28,7 +28,8 @@ PROGRAM = "faulty_worker_for_tests:FaultyWorker"
 class Fault:
     """At the nth call of a command: moment is before, after, or module:function that the command then calls.
 
-    action: kill; stop; oom; error; timeout; refuse (wait until an abort comes, as a command that it overtakes).
+    action: kill; stop; oom; error; timeout; refuse (wait until an abort comes, as a command that it overtakes); orphan (stop
+    the process `peer`, and be the first to know).
     """
 
     device: int
@@ -36,6 +37,7 @@ class Fault:
     nth: int = 1
     moment: str = "before"
     action: str = "kill"
+    peer: int = 0
 
     def strike(self, flag: AbortFlag) -> None:
         match self.action:
@@ -49,6 +51,9 @@ class Fault:
                 raise ZeroDivisionError("on purpose")
             case "timeout":
                 raise PeerTimeout("nobody answers")
+            case "orphan":
+                os.kill(self.peer, signal.SIGSTOP)
+                raise Aborted("the device that is read from does not answer")
             case "refuse":
                 while True:
                     flag.check()

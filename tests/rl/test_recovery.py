@@ -94,7 +94,8 @@ def suffer(run: Run, write_job: WriteJob, monkeypatch: pytest.MonkeyPatch, fault
             monkeypatch.setattr("nereus.cli.directing.make_director", fixed_director)
 
         def armed(self: Trainer, first_step: int) -> int:
-            self.fleet.cluster.call("arm", dict.fromkeys(self.fleet.pool, (faults,))).results()
+            known = [replace(f, peer=self.fleet.cluster.process_id(f.peer)) if f.peer else f for f in faults]
+            self.fleet.cluster.call("arm", dict.fromkeys(self.fleet.pool, (known,))).results()
             return train(self, first_step)
 
         monkeypatch.setattr(Trainer, "run", armed)
@@ -283,6 +284,14 @@ def test_a_device_that_stops_answering(suffer: Callable[..., Outcome]) -> None:
     assert (failed.device, failed.kind) == (1, "silent")
     assert failed.detect_seconds is not None and 1.0 <= failed.detect_seconds < 60
     assert [e.rolled for e in outcome.recovered] == ["applied by all"]
+
+
+def test_a_device_that_is_no_party_to_the_command(suffer: Callable[..., Outcome]) -> None:
+    """A peer that reads what it holds is the first to know, and is not taken for the one that failed."""
+    orphan = Fault(device=2, command="scores", action="orphan", peer=3)
+    outcome = suffer(orphan, cluster={"devices": 4, "heartbeat_s": 1.0})
+    assert [(e.device, e.kind) for e in outcome.failed] == [(3, "silent")]
+    assert [e.devices for e in outcome.recovered] == [(0, 1, 2)]
 
 
 MESSAGES = {

@@ -136,6 +136,8 @@ class Recovery:
     def _blame(self, step: int, stage: str, failure: WorkerDied | WorkerFailed) -> None:
         """Say which devices are gone, and stop one whose process is suspect. Raises the failure if it is a bug."""
         gone = self._bury(step, stage, failure)
+        if isinstance(failure, WorkerFailed) and failure.failure.kind in WAITS and not gone:
+            gone = self._call_roll(step, stage)
         if gone or isinstance(failure, WorkerDied):
             return
         kind, what = failure.failure.kind, f"{failure.running}: {_one_line(failure)}"
@@ -152,6 +154,16 @@ class Recovery:
             self._tell(step, stage, failure.device, "silent" if kind == "PeerTimeout" else "error", what)
         else:
             self._stop(step, stage, failure.device, what)
+
+    def _call_roll(self, step: int, stage: str) -> set[int]:
+        """Wait for an answer of every device; returns those that have none. Who waits for a dead one knows it before us."""
+        gone: set[int] = set()
+        while True:
+            try:
+                self.fleet.cluster.call("ping", dict.fromkeys(self.fleet.pool, ())).results()
+                return gone
+            except WorkerDied as death:
+                gone |= self._bury(step, stage, death)
 
     def _bury(self, step: int, stage: str, failure: WorkerDied | WorkerFailed | None = None) -> set[int]:
         """Report every device that has gone since it was last looked at."""

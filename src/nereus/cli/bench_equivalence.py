@@ -96,7 +96,7 @@ def _replay_checks(static: dict[str, Any], replayed: dict[str, Any]) -> list[Che
         worst = max(abs(a - b) for a, b in pairs)
         found.append(Check(check=f"replay: largest difference of {metric} in a step", value=worst, limit=SAME))
     for model in ("actor", "critic"):
-        a, b = (_weights(Path(run["run"]), model) for run in (static, replayed))
+        a, b = (weights_of(Path(run["run"]), model) for run in (static, replayed))
         if a:
             worst = max((a[name] - b[name]).abs().max().item() for name in a)
             found.append(Check(check=f"replay: largest difference of a final {model} weight", value=worst, limit=SAME))
@@ -107,7 +107,8 @@ def _steps(a: dict[str, Any], b: dict[str, Any]) -> list[tuple[dict[str, float],
     return list(zip(a["history"], b["history"], strict=True))
 
 
-def _weights(run: Path, model: str) -> dict[str, torch.Tensor]:
+def weights_of(run: Path, model: str) -> dict[str, torch.Tensor]:
+    """The parameters in a run's newest checkpoint, by name."""
     folder = sorted((run / "checkpoints").glob("step-*"))[-1] / model
     return {
         name: tensor for file in sorted(folder.glob("model-*.safetensors")) for name, tensor in load_file(file).items()

@@ -246,20 +246,21 @@ class Bench:
     coordination: model-stages in each other's way, by one global DAG and by independent ones.
     overhead: what adapting costs: a run of many short steps whose pool follows a spot trace (--supply FILE).
     checkpoint: how long a run waits for the files of a checkpoint, written beside it and not.
+    faults: devices fail at random points of runs of --job: what is lost, and how long it takes to go on.
     """
 
     name: tyro.conf.Positional[
-        Literal["equivalence", "cost", "planner", "dag", "reshard", "coordination", "overhead", "checkpoint"]
+        Literal["equivalence", "cost", "planner", "dag", "reshard", "coordination", "overhead", "checkpoint", "faults"]
     ]
     """Which bench."""
     job: Annotated[Path, tyro.conf.arg(metavar="JOB")] = Path("examples/count")
-    """equivalence, overhead: job file to measure with."""
+    """equivalence, overhead, faults: job file to measure with."""
     set: Annotated[tuple[str, ...], tyro.conf.arg(metavar="FIELD=VALUE"), tyro.conf.UseAppendAction] = ()
-    """equivalence, overhead: override a field of the job file; may be given again."""
+    """equivalence, overhead, faults: override a field of the job file; may be given again."""
     seeds: int = 3
     """equivalence: seeds of the free runs."""
     folder: Annotated[Path, tyro.conf.arg(metavar="FOLDER")] = Path("runs/bench")
-    """equivalence, overhead: where its runs are kept; checkpoint: where its files are written for a while."""
+    """equivalence, overhead, faults: where its runs are kept; checkpoint: where its files are written for a while."""
     table: Annotated[Path | None, tyro.conf.arg(metavar="CSV")] = None
     """cost: a table of measured training runs."""
     rl: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None
@@ -286,6 +287,10 @@ class Bench:
     """overhead: a trace of spot GPUs."""
     steps: int = 1000
     """overhead: of its run."""
+    faults: int = 200
+    """faults: how many must have happened."""
+    seed: int = 0
+    """faults: what they are drawn from."""
     json: bool = False
     """Print one JSON object on stdout, and nothing else there."""
 
@@ -344,6 +349,11 @@ class Bench:
 
             found = bench_checkpoint(self.parameters, repeats=self.repeats, folder=self.folder, say=say)
             return found, bench.row_lines(found)
+        if self.name == "faults":
+            from nereus.cli.bench_faults import bench_faults
+
+            found = bench_faults(self.job, self.set, faults=self.faults, seed=self.seed, folder=self.folder, say=say)
+            return found, [*bench.row_lines(found), *bench.summary_lines(found)]
         if self.rl is not None:
             from nereus.cli.bench_cost_rl import bench_cost_rl
 

@@ -26,7 +26,9 @@ from transition_cases import Case, random_case
 from nereus.core.errors import StateError
 from nereus.core.plan import ACTOR_TRAINING, Layout, Placement, Plan, split_evenly
 from nereus.core.sharding import Move, StateSpec
+from nereus.engine.budget import Budget
 from nereus.engine.generation import Request, Sampling, generate
+from nereus.engine.meter import Meter
 from nereus.engine.optimizer import AdamW, step
 from nereus.transition.dag import InfeasibleTransition
 from nereus.transition.groups import Lowering
@@ -117,7 +119,12 @@ def update(world: World, seed: int) -> None:
         for name, parameter in parameters.items():
             parameter.grad = cut[name]
         unit: Any = SimpleNamespace(
-            module=SimpleNamespace(parameters=parameters), state=SimpleNamespace(tensors=tensors)
+            module=SimpleNamespace(parameters=parameters),
+            state=SimpleNamespace(tensors=tensors),
+            budget=Budget(0),
+            meter=Meter(0),
+            counts=SimpleNamespace(optimizer_working_bytes=0, optimizer=lambda: (0.0, 0.0)),
+            has_gradients=False,
         )
         step(unit, AdamW(lr=0.1, max_grad_norm=0.0, weight_decay=0.01), torch.zeros(()))
 
@@ -213,11 +220,33 @@ class _Length:
 
     length = 0
 
+    @property
+    def layers(self) -> list[Any]:
+        return [SimpleNamespace(keys=torch.zeros(self.length), values=torch.zeros(self.length))]
+
     def get_seq_length(self) -> int:
         return self.length
 
     def batch_select_indices(self, keep: torch.Tensor) -> None:
         pass
+
+
+class _NothingCounted:
+    """Of an operation: no FLOPs, no bytes."""
+
+    groups = 1
+
+    def sampling_bytes(self, rows: int, *, top_p: float) -> int:
+        return 0
+
+    def working_bytes(self, tokens: int) -> int:
+        return 0
+
+    def sampling(self, rows: int) -> tuple[float, float]:
+        return 0.0, 0.0
+
+    def layers(self, rows: int, width: int, keys: int) -> tuple[float, float]:
+        return 0.0, 0.0
 
 
 class _Uniform:
@@ -248,9 +277,14 @@ def drawn(placement: Placement, requests: list[Request], seed: int) -> dict[tupl
     for unit, rows in enumerate(split_evenly(len(requests), placement.dp)):
         torch.manual_seed(unit)
         mine = [requests[i] for i in rows]
+        module = _Uniform(1000)
         alone: Any = SimpleNamespace(
             placement=placement,
-            module=_Uniform(1000),
+            module=module,
+            embed=module.embed,
+            meter=Meter(0),
+            budget=Budget(0),
+            counts=_NothingCounted(),
             device=CPU,
             answers=True,
             groups=SimpleNamespace(tp=SimpleNamespace(size=1), up=SimpleNamespace(ranks=(0,), rank=0)),

@@ -199,19 +199,27 @@ class Recovery:
             for order in self.updates.counts(at.step):
                 self._everywhere_left(at, order)
             at.counting, at.counted = False, True
-        if at.in_flight is not None and out_of_memory(failure) and not self._begun(at, at.in_flight):
-            self._everywhere_left(at, ("discard", at.in_flight.update.model_stage, ()))
-            at.in_flight = None
-        if at.in_flight is not None:
-            found = self._everywhere_left(at, self.updates.order(at.in_flight))
+        rolled = ""
+        for update in at.in_flight:
+            name = update.update.model_stage
+            if out_of_memory(failure) and not self._begun(at, update):
+                self._everywhere_left(at, ("discard", name, ()))
+                continue
+            found = self._everywhere_left(at, self.updates.order(update))
             for device, updates in found.items():
-                if not is_done(at.in_flight, updates):
-                    self._stop(at.step, at.stage, device, f"it stopped in the middle of update {at.in_flight.number}")
-            rolled = "discarded by all" if at.in_flight.settings is None else "applied by all"
-            self.updates.finish(at)
+                if not is_done(update, updates):
+                    self._stop(
+                        at.step, at.stage, device, f"it stopped in the middle of update {update.number} of {name}"
+                    )
+            rolled = (
+                "applied by all" if rolled == "applied by all" or update.settings is not None else "discarded by all"
+            )
+            self.updates.finish(at, update)
+        if rolled:
+            at.computing = at.in_flight = ()
             return rolled
-        if at.computing is not None:
-            at.computing = None  # the gradients go with the units
+        if at.computing:
+            at.computing = at.in_flight = ()  # the gradients go with the units
             return REDO
         return ""
 

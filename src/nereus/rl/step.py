@@ -2,7 +2,7 @@
 
     changed      the change of plan before it, if one was due           rollouts     kept once they are generated
     experience   kept once it is computed                               waiting      the updates that are left, in order
-    in_flight    the update that all replicas have the gradient of      counted, reported
+    in_flight    the updates that all replicas have the gradient of     counted, reported
 
 Plain data. `rl.loop` fills it in order; `rl.recovery` settles what was in flight.
 """
@@ -95,7 +95,7 @@ class StepState:
     """See the module. began_s: by the loop's clock. stage: where it is, as in `StageStarted`. seconds: by stage.
 
     unproven: the plan was changed, and generation's weights have not been compared with the trained ones since.
-    computing: the update whose gradient is being computed.
+    computing: the updates whose gradients are being computed, side by side; in_flight: those of them that are not done.
     """
 
     step: int
@@ -106,8 +106,8 @@ class StepState:
     rollouts: Rollouts | None = None
     experience: Experience | None = None
     waiting: list[Update] = field(default_factory=list)
-    computing: Update | None = None
-    in_flight: InFlight | None = None
+    computing: tuple[Update, ...] = ()
+    in_flight: tuple[InFlight, ...] = ()
     counting: bool = False
     counted: bool = False
     reported: bool = False

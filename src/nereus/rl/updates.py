@@ -4,13 +4,15 @@
     update      each rank steps by itself, once however often it is asked            a death here: all that are left step
 
 From the moment that all have reported, the update is in flight: it will be applied by all, or discarded by all if its
-norm is not finite. It enters the ledger when all have confirmed it.
+norm is not finite. It enters the ledger when all have confirmed it. The actor's and the critic's updates with the same
+samples need nothing of each other: where they are on different devices they run side by side.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -23,6 +25,7 @@ from nereus.rl.dispatch import deal, start
 from nereus.rl.ledger import Ledger, LedgerEntry
 from nereus.rl.objectives import POLICY_STATISTICS, VALUE_STATISTICS, PolicyTargets, Targets, ValueTargets
 from nereus.rl.step import TRAINED, Experience, InFlight, StepState, Update
+from nereus.runtime.cluster import Call
 from nereus.runtime.fleet import Fleet
 
 POLICY_VERSION, NEXT_POSITION = 1, 2
@@ -39,15 +42,31 @@ class Updates:
         self._job, self._fleet, self._ledger = job, fleet, ledger
 
     def run_next(self, at: StepState) -> None:
-        """Do the first update that waits."""
+        """Do the first update that waits, and beside it that of another model on other devices."""
         assert at.experience is not None
-        at.computing = at.waiting[0]
+        at.computing = self._side_by_side(at.waiting)
         at.in_flight = self._gradients(at.experience, at.computing)
-        order = self.order(at.in_flight)
-        found = self._everywhere(order)
-        if wrong := [d for d, updates in found.items() if not is_done(at.in_flight, updates)]:
-            raise StateError(f"{order[1]}: devices {wrong} have not done update {at.in_flight.number}: {found}")
-        self.finish(at)
+        orders = [(update, *self._order_everywhere(self.order(update))) for update in at.in_flight]
+        for update, name, call in orders:
+            found = call.results()
+            if wrong := [d for d, updates in found.items() if not is_done(update, updates)]:
+                raise StateError(f"{name}: devices {wrong} have not done update {update.number}: {found}")
+            self.finish(at, update)
+        at.computing = ()
+
+    def _side_by_side(self, waiting: Sequence[Update]) -> tuple[Update, ...]:
+        """The actor's and the critic's update with the same samples, where no device is in both."""
+        first, *others = waiting
+        plan, batch = self._fleet.plan, (first.epoch, first.mini_batch)
+        return (
+            first,
+            *(
+                other
+                for other in others[:1]
+                if (other.epoch, other.mini_batch) == batch
+                and set(plan[first.model_stage].gpus).isdisjoint(plan[other.model_stage].gpus)
+            ),
+        )
 
     def order(self, update: InFlight) -> Order:
         """What every rank is to do about an update in flight."""
@@ -55,11 +74,12 @@ class Updates:
             return "discard", update.update.model_stage, ()
         return "update", update.update.model_stage, (update.number, update.settings)
 
-    def finish(self, at: StepState) -> None:
+    def finish(self, at: StepState, done: InFlight) -> None:
         """Take note, once, of an update that all have confirmed."""
-        done, experience = at.in_flight, at.experience
-        assert done is not None and experience is not None
-        update = at.waiting.pop(0)
+        experience, update = at.experience, done.update
+        assert experience is not None
+        at.waiting = [other for other in at.waiting if other is not update]
+        at.in_flight = tuple(other for other in at.in_flight if other is not done)
         if done.settings is not None and update.model_stage == ACTOR_TRAINING:
             self._ledger.commit(
                 LedgerEntry(
@@ -70,13 +90,12 @@ class Updates:
                 )
             )
         at.totals.add(done, _num_tokens(experience, update))
-        at.computing = at.in_flight = None
 
     def count(self, at: StepState) -> None:
         """Write the policy version and the next position into the trained units' state, so that they move with it."""
         at.counting = True
-        for order in self.counts(at.step):
-            self._everywhere(order)
+        for call in [self._order_everywhere(order)[1] for order in self.counts(at.step)]:
+            call.results()
         at.counting, at.counted = False, True
 
     def counts(self, step: int) -> list[Order]:
@@ -85,19 +104,23 @@ class Updates:
 
     # -- inside --------------------------------------------------------------------------------------------------
 
-    def _everywhere(self, order: Order) -> dict[int, object]:
+    def _order_everywhere(self, order: Order) -> tuple[ModelStage, Call]:
         method, name, arguments = order
-        return self._fleet.cluster.call(
-            method, dict.fromkeys(self._fleet.plan[name].gpus, (name, *arguments))
-        ).results()
+        return name, self._fleet.cluster.call(method, dict.fromkeys(self._fleet.plan[name].gpus, (name, *arguments)))
 
-    def _gradients(self, experience: Experience, update: Update) -> InFlight:
-        """Raises StateError where replicas do not agree."""
+    def _gradients(self, experience: Experience, updates: Sequence[Update]) -> tuple[InFlight, ...]:
+        """All of them, side by side. Raises StateError where replicas do not agree."""
+        calls = [(update, self._start_gradients(experience, update)) for update in updates]
+        return tuple(self._in_flight(update, call.results()) for update, call in calls)
+
+    def _start_gradients(self, experience: Experience, update: Update) -> Call:
         name = update.model_stage
         sequences, targets = experience.sequences.rows(update.rows), self._targets(experience, update)
         rows = [torch.tensor(list(part)) for part in deal(self._fleet, name, len(sequences))]
-        arguments = [(name, sequences.rows(r), targets.rows(r)) for r in rows]
-        results = start(self._fleet, "gradients", name, arguments).results()
+        return start(self._fleet, "gradients", name, [(name, sequences.rows(r), targets.rows(r)) for r in rows])
+
+    def _in_flight(self, update: Update, results: Mapping[int, Any]) -> InFlight:
+        name = update.model_stage
         number, norm = _agreed(name, [(row[2], row[1]) for row in results.values()])
         placement = self._fleet.plan[name]
         names = POLICY_STATISTICS if name == ACTOR_TRAINING else VALUE_STATISTICS

@@ -346,13 +346,8 @@ NOT_DECLARED = 1000.0
 
 def paced_priors() -> Calibration:
     """Of devices that keep a declared pace (`engine.pace`): what is declared is reached, the rest costs next to nothing."""
-    return Calibration(
-        log_cost={
-            name: -math.log(1.0 if name.startswith(DECLARED) else NOT_DECLARED)
-            for name in PRIORS
-            if "launch" not in name
-        }
-    )
+    found = {name: 1.0 if name.startswith(DECLARED) else NOT_DECLARED for name in PRIORS if "launch" not in name}
+    return Calibration(log_cost={name: -math.log(value) for name, value in (found | EAGER_DECODING).items()})
 
 
 def describe(

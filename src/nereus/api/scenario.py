@@ -347,7 +347,7 @@ NOT_DECLARED = 1000.0
 def paced_priors() -> Calibration:
     """Of devices that keep a declared pace (`engine.pace`): what is declared is reached, the rest costs next to nothing."""
     found = {name: 1.0 if name.startswith(DECLARED) else NOT_DECLARED for name in PRIORS if "launch" not in name}
-    return Calibration(log_cost={name: -math.log(value) for name, value in (found | EAGER_DECODING).items()})
+    return Calibration(log_cost={name: -math.log(value) for name, value in {**found, **EAGER_DECODING}.items()})
 
 
 def describe(

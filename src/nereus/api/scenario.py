@@ -337,17 +337,21 @@ def engine_priors(share: float = 1.0) -> Calibration:
     )
 
 
-DECLARED = ("gemm", "weights", "attention_decode", "all_reduce/", "gradient_reduce/", "send_recv/", "message/")
-"""Beginnings of the classes whose peak rates a paced device has by declaration."""
+DECLARED = ("gemm", "weights", "attention_decode", "all_reduce", "gradient_reduce", "send_recv", "message")
+"""Classes whose peak rates a paced device has by declaration, without their link."""
 
 NOT_DECLARED = 1000.0
 """Efficiency of what a paced device does not have to take time for."""
 
 
 def paced_priors() -> Calibration:
-    """Of devices that keep a declared pace (`engine.pace`): what is declared is reached, the rest costs next to nothing."""
-    found = {name: 1.0 if name.startswith(DECLARED) else NOT_DECLARED for name in PRIORS if "launch" not in name}
-    return Calibration(log_cost={name: -math.log(value) for name, value in {**found, **EAGER_DECODING}.items()})
+    """Of devices that keep a declared pace (`engine.pace`): what is declared is reached, the rest costs next to nothing.
+
+    A sum while decoding is one message, as of an engine that has one kernel for it (`PRIORS`).
+    """
+    found = {name: 1.0 if name.partition("/")[0] in DECLARED else NOT_DECLARED for name in PRIORS}
+    found["decode_message"] = PRIORS["decode_message"][0]
+    return Calibration(log_cost={name: -math.log(value) for name, value in found.items() if "launch" not in name})
 
 
 def describe(

@@ -1,6 +1,6 @@
 """Makes the three small models that the count example starts from, in `models/` beside this file.
 
-    actor   LlamaForCausalLM: counts without mistakes, but after each number it stops with a fixed chance
+    actor   LlamaForCausalLM: counts without mistakes, but the further it has counted the sooner it stops
     reward  LlamaForSequenceClassification: predicts the true reward of a prompt and its response
     critic  LlamaForTokenClassification: the reward model, head and all, as a first guess of the value
 
@@ -40,8 +40,9 @@ MODEL_FILES = ("config.json", "model.safetensors")
 TASK = CountTask()
 PROMPT_LENGTH = 2
 
-STOP_CHANCE = 0.115
-"""The actor's chance to stop after each number: a response has 9 tokens on average."""
+STOP_SLOPE, STOP_MOST = 0.016, 0.22
+"""The actor's chance to stop grows by so much with each number, up to so much: a response has 11 tokens on average, and
+in a step of 48 the longest has about 25. So both the mean and the longest have far to grow."""
 
 MISTAKE_RATES = (0.0, 0.03, 0.03, 0.05, 0.5, 0.5)
 """Mistakes per token in the reward model's training sequences, one rate a sequence: clean ones, ones with a
@@ -144,20 +145,21 @@ def train(modules: nn.ModuleList, num_updates: int, loss: Callable[[], Tensor]) 
 def make_actor(folder: Path) -> str:
     """Trains and saves the actor; says how good it is.
 
-    Its targets are distributions, not samples: at every place, stop with `STOP_CHANCE`, else the next number.
-    So it can count to the end although it nearly never gets there.
+    Its targets are distributions, not samples: at every place, stop with the chance of that place, else the next
+    number. So it can count to the end although it nearly never gets there.
     """
     start_training()
     generator = torch.Generator().manual_seed(SEED)
     model = LlamaForCausalLM(llama_config())
+    chance = (STOP_SLOPE * torch.arange(TASK.max_new_tokens)).clamp(max=STOP_MOST)
 
     def loss() -> Tensor:
         tokens = correct_sequences(BATCH_SIZE, generator)
         logits: Tensor = model(input_ids=tokens[:, :-1], use_cache=False).logits
         log_probs = logits[:, PROMPT_LENGTH - 1 :].log_softmax(dim=-1)
-        count_on = log_probs.gather(-1, tokens[:, PROMPT_LENGTH:, None])
+        count_on = log_probs.gather(-1, tokens[:, PROMPT_LENGTH:, None])[..., 0]
         stop = log_probs[..., TASK.eos_token_id]
-        return -((1 - STOP_CHANCE) * count_on.mean() + STOP_CHANCE * stop.mean())
+        return -((1 - chance) * count_on + chance * stop).mean()
 
     train(nn.ModuleList([model]), ACTOR_UPDATES, loss)
     model.save_pretrained(folder)

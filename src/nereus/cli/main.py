@@ -253,7 +253,7 @@ class Bench:
         Literal["equivalence", "cost", "planner", "dag", "reshard", "coordination", "overhead", "checkpoint", "faults"]
     ]
     """Which bench."""
-    job: Annotated[Path, tyro.conf.arg(metavar="JOB")] = Path("examples/count")
+    job: Annotated[Path, tyro.conf.arg(metavar="JOB")] = Path("examples/count/changes.yaml")
     """equivalence, overhead, faults: job file to measure with."""
     set: Annotated[tuple[str, ...], tyro.conf.arg(metavar="FIELD=VALUE"), tyro.conf.UseAppendAction] = ()
     """equivalence, overhead, faults: override a field of the job file; may be given again."""
@@ -278,7 +278,7 @@ class Bench:
     parameters: float = 336e6
     """reshard, checkpoint: of the model, 12 bytes each; reshard: fewer where not all would fit in this machine's memory."""
     peers: tuple[str, ...] = ("dcp", "dtensor")
-    """reshard: systems to compare with: dcp, dtensor, torchft."""
+    """reshard: systems to compare with: dcp, dtensor, torchft, universal (DeepSpeed), refit (megatron-core)."""
     repeats: int = 3
     """reshard, checkpoint: how often each is measured."""
     trials: int = 100

@@ -10,7 +10,8 @@ in a job whose plan goes back and forth. Each is measured several times, in turn
     raw_with_copies_s the same, and the bytes that a device copies on the spot because its shard has another shape
     ..._cpu_s         of the processor, over all devices: what a machine that others use, too, does not blur
     peers             what other systems take from the same state to the same state (bench_reshard_*.py), in a row of kept
-                      pages into memory that has been written to before, where they can be given such
+                      pages into memory that has been written to before, where they can be given such. One that moves
+                      nothing but parameters is compared in rows of its own, `state_fraction` of the state
 
 `seconds` is of all that a change of plan does: connecting, planning, its primitives (`primitives_s`), commit. `predicted_s`
 is of the last turn, with rates that were measured at the start and then learned from every change, as in a job.
@@ -26,9 +27,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from nereus.cli.bench import machine, summary_lines
-from nereus.cli.bench_reshard_cases import NAMES, Case, case_of
+from nereus.cli.bench_reshard_cases import NAMES, PARAMETERS_ONLY, TRANSITIONS, Case, case_of
 from nereus.cli.bench_reshard_figure12 import figure_12
 from nereus.cli.bench_reshard_peers import Peer, peers_named
+from nereus.cli.bench_reshard_refit import RefitPeer
 from nereus.cli.bench_reshard_worker import PROGRAM
 from nereus.core.errors import PlanError
 from nereus.core.plan import ACTOR_GENERATION, Plan
@@ -75,7 +77,7 @@ def bench_reshard(
     """
     known = peers_named(peers)
     memory = MEMORY_SHARE * free_memory_bytes()
-    cases = [case_of(name, round(parameters), memory) for name in transitions]
+    cases = [case_of(name, round(parameters), memory) for name in _cases_for(transitions, known)]
     cases = [case for case in cases if any(case.devices <= n for n in devices)]
     found: dict[str, list[dict[str, Any]]] = {case.name: [] for case in cases}
     for transport in TRANSPORTS if cases else ():
@@ -93,6 +95,12 @@ def bench_reshard(
     ]
     result = {"bench": "reshard", "machine": machine(), "rows": rows, "summary": summary(rows) | {"notes": notes}}
     return result | ({"figure_12": figure_12()} if figure else {})
+
+
+def _cases_for(transitions: Sequence[str], peers: Sequence[Peer]) -> list[str]:
+    """Each transition of a single model once more without moments, where a peer moves nothing else."""
+    twice = any(isinstance(peer, RefitPeer) and not peer.missing() for peer in peers)
+    return [*transitions, *(name + PARAMETERS_ONLY for name in transitions if twice and name in TRANSITIONS)]
 
 
 def peers_with(pages: str, seconds: Mapping[str, Any]) -> dict[str, Any]:
@@ -258,6 +266,7 @@ class Bench:
             "transition": case.name,
             "devices": case.devices,
             "parameters": case.parameters,
+            "state_fraction": case.state_fraction,
             "state_bytes": sum(case.specs[m].num_bytes for m in case.moved),
             "way": way,
             "pages": pages,

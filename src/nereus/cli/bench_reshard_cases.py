@@ -58,6 +58,8 @@ FIVE: Mapping[ModelStage, tuple[tuple[Ways, range], tuple[Ways, range]]] = {
 }
 FIVE_NAME = "five model-stages"
 NAMES = (*TRANSITIONS, FIVE_NAME)
+PARAMETERS_ONLY = ", parameters only"
+"""After the name of a transition of a single model: without Adam's moments."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +75,11 @@ class Case:
     @property
     def devices(self) -> int:
         return 1 + max(*self.current.gpus, *self.target.gpus)
+
+    @property
+    def state_fraction(self) -> float:
+        """Bytes of the state, of those with all that training keeps."""
+        return 1 / 3 if self.name.endswith(PARAMETERS_ONLY) else 1.0
 
     @property
     def node_of(self) -> Ints:
@@ -96,11 +103,12 @@ def case_of(name: str, parameters: int, memory_bytes: float = float("inf")) -> C
 
     The target's units and positions are where the least must move (`transition.align`).
     """
-    placed = _five() if name == FIVE_NAME else _alone(*TRANSITIONS[name])
+    whole = not name.endswith(PARAMETERS_ONLY)
+    placed = _five() if name == FIVE_NAME else _alone(*TRANSITIONS[name.removesuffix(PARAMETERS_ONLY)])
     copies = sum((12 if "training" in str(p.model_stage) else 4) * p.dp for plan in placed for p in plan.placements)
     shape = decoder(min(parameters, memory_bytes / copies))
     specs = {
-        p.model_stage: state_spec(shape, dtype="float32", trained=p.model_stage.stage == "training")
+        p.model_stage: state_spec(shape, dtype="float32", trained=whole and p.model_stage.stage == "training")
         for p in placed[0].placements
     }
     case = Case(name=name, parameters=shape.num_params, specs=specs, current=placed[0], target=placed[1])

@@ -16,7 +16,7 @@ import logging
 import shutil
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from nereus.cli.bench_reshard_cases import Case
+from nereus.cli.bench_reshard_peers import Caller, Times, timed
 from nereus.cli.bench_reshard_worker import pattern
 from nereus.core.plan import ACTOR_GENERATION, ModelStage, Placement, Plan
 from nereus.core.sharding import StateSpec, TensorSpec
@@ -62,13 +63,13 @@ def _checkpointed(peer: Caller, case: Case, repeats: int) -> dict[str, Any]:
         folder = Path(f"/dev/shm/nereus-bench-{time.time_ns()}")
         try:
             peer("hold", case.specs, case.current, True)
-            saved.append(_timed(peer, "save", str(folder)))
+            saved.append(timed(peer, "save", str(folder)))
             peer("hold", case.specs, case.target, False)
-            loaded.append(_timed(peer, "load", str(folder)))
+            loaded.append(timed(peer, "load", str(folder)))
             if turn == 0:
                 peer("check")
             peer("spoil")
-            kept.append(_timed(peer, "load", str(folder)))
+            kept.append(timed(peer, "load", str(folder)))
             if turn == 0:
                 peer("check")
         finally:
@@ -109,7 +110,7 @@ class RedistributePeer:
 def _redistributed(peer: Caller, case: Case, repeats: int) -> Iterator[Times]:
     for turn in range(repeats):
         peer("hold_for", case.specs, case.current, case.target)
-        yield _timed(peer, "redistribute")
+        yield timed(peer, "redistribute")
         if turn == 0:
             peer("check")
 
@@ -117,13 +118,6 @@ def _redistributed(peer: Caller, case: Case, repeats: int) -> Iterator[Times]:
 def _on_one_mesh(old: Placement, new: Placement) -> bool:
     (a, b) = sorted((old.layout.tp, new.layout.tp))
     return old.layout.pp == new.layout.pp and sorted(old.gpus) == sorted(new.gpus) and a != b and b % a == 0
-
-
-Times = tuple[float, float]
-"""Seconds by the clock, and of the processor over all ranks."""
-
-Caller = Callable[..., dict[int, Any]]
-"""Calls a method on every rank of a world."""
 
 
 @contextmanager
@@ -148,17 +142,6 @@ def _world(cluster: LocalCluster, case: Case) -> Iterator[Caller]:
     call("join", case.name, case.devices)
     yield call
     call("leave")
-
-
-def _timed(peer: Caller, method: str, *arguments: Any) -> Times:
-    used_s, began = _cpu_s(peer), time.perf_counter()
-    peer(method, *arguments)
-    seconds = time.perf_counter() - began
-    return seconds, _cpu_s(peer) - used_s
-
-
-def _cpu_s(peer: Caller) -> float:
-    return float(sum(peer("cpu_s").values()))
 
 
 # -- in the worker -----------------------------------------------------------------------------------------------------

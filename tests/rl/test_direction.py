@@ -111,6 +111,16 @@ def test_less_memory_by_smaller_micro_batches_then_recomputation() -> None:
         director.failed(0, "training", full(1))
 
 
+def test_a_change_that_there_is_no_memory_for_is_given_up() -> None:
+    """Device 2 is in the new plan alone: there is nothing on it to make smaller."""
+    fleet = Devices(on(0, 1), (0, 1))
+    change = PlannedChange(1, (0, 1, 2), on(0, 1, 2))
+    director = FixedDirector([change], replan, fleet)
+    assert director.boundary(1) == change
+    fleet.pool = (0, 1, 2)
+    assert director.failed(1, "transition", full(2)) == PlannedChange(1, (0, 1, 2), on(0, 1))
+
+
 def test_only_what_runs_on_the_device_is_made_smaller() -> None:
     training = on(0, 1)[ACTOR_TRAINING]
     elsewhere = Placement(model_stage=ACTOR_GENERATION, layout=Layout(1, 1), dp=1, gpus=(2,))

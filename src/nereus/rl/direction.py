@@ -85,8 +85,9 @@ Replan = Callable[[Sequence[int], Plan], Plan]
 class FixedDirector:
     """The changes of a job file; after a failure what `replan` says for the devices that are left.
 
-    A device that has failed is left out for good, of later changes too. A plan whose devices are all there is kept; after an
-    out-of-memory with smaller micro-batches on that device, then with recomputation.
+    A device that has failed is left out for good, of later changes too. A plan whose devices are all there is kept, as it is
+    where it was a change that ran out of memory, which is then given up; else, where a step did, with smaller micro-batches on
+    that device, then with recomputation.
     """
 
     def __init__(self, changes: Sequence[PlannedChange], replan: Replan, fleet: Devices) -> None:
@@ -113,7 +114,7 @@ class FixedDirector:
         wanted = tuple(d for d in pool if self._wanted is None or d in self._wanted) or pool
         if not set(plan.gpus) <= set(wanted):
             return self._for(step, wanted)
-        if isinstance(failure, WorkerFailed) and out_of_memory(failure):
+        if isinstance(failure, WorkerFailed) and out_of_memory(failure) and stage != "transition":
             plan = leaner(plan, failure.device)
         return PlannedChange(step, wanted, plan)
 

@@ -369,6 +369,9 @@ def _predicted(scenario: Scenario, estimate: PlanEstimate) -> dict[str, float]:
     return {**{stage: seconds * scale for stage, seconds in stages.items()}, "step": estimate.step_latency_s}
 
 
+TRAFFIC = ("all_reduce", "gradient_reduce", "shard_gradients", "gradient_message", "message", "decode_message")
+"""Classes of work that are traffic between ranks of a model-stage, without their link."""
+
 BANDWIDTH_OF = (GRADIENT_REDUCE, ALL_REDUCE, SEND_RECV, TRANSFER)
 """The traffic whose bandwidth is watched: the first of these that a plan has."""
 
@@ -390,6 +393,11 @@ def _observations(scenario: Scenario, step: _Step) -> Iterator[Observation]:
         found = {name: float(seconds) for name, seconds in zip(CLASSES, work, strict=True) if seconds > 0}
         if found:
             yield Observation(work=found, seconds=measured.seconds)
+        # Along a pipeline messages overlap with work; elsewhere their own time tells what is theirs of the task.
+        sent = {name: seconds for name, seconds in found.items() if name.partition("/")[0] in TRAFFIC}
+        own = sum(traffic.seconds for traffic in measured.communication.values())
+        if sent and own > 0 and step.plan[task.model_stage].layout.pp == 1:
+            yield Observation(work=sent, seconds=own)
 
 
 def _memory(scenario: Scenario, step: _Step) -> Iterator[MemoryObservation]:

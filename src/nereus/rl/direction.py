@@ -86,8 +86,8 @@ class FixedDirector:
     """The changes of a job file; after a failure what `replan` says for the devices that are left.
 
     A device that has failed is left out for good, of later changes too. A plan whose devices are all there is kept, as it is
-    where it was a change that ran out of memory, which is then given up; else, where a step did, with smaller micro-batches on
-    that device, then with recomputation.
+    where it was a change that ran out of memory, which is then given up; else, where a step did, with smaller micro-batches
+    on that device, then with recomputation.
     """
 
     def __init__(self, changes: Sequence[PlannedChange], replan: Replan, fleet: Devices) -> None:

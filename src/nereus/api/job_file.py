@@ -201,8 +201,11 @@ def _shown(value: Any) -> str:
 
 
 def _absolute(job: Job, base: Path) -> Job:
-    """Relative model paths start at the job file, the run folder at the working directory."""
-    changed = {}
+    """Relative paths of models and of a supply trace start at the job file, the run folder at the working directory."""
+    changed: dict[str, Any] = {}
+    if job.cluster.supply_trace is not None:
+        trace = str(base / Path(job.cluster.supply_trace).expanduser())
+        changed["cluster"] = dataclasses.replace(job.cluster, supply_trace=trace)
     for name in ("model", "critic", "reward"):
         section = getattr(job, name)
         if section is not None and not section.path.startswith("package:"):

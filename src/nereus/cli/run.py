@@ -113,12 +113,14 @@ def run_job(request: RunRequest, console: Console, parts: Parts | None = None) -
 
 def _check(request: RunRequest, start: Start, prepared: Any, device_type: str) -> None:
     """What can be known to be wrong before anything starts, beyond the models and the task."""
+    from nereus.cli.directing import supply_points
     from nereus.rl.changes import check_changes
     from nereus.rl.rollouts import check_recorded
     from nereus.rl.setup import check_layouts, check_restored
     from nereus.runtime.backends import check_backend
 
     job = start.job
+    supply_points(job)  # reads its trace
     check_backend(job.cluster)
     plans = {"plan": (start.plan, start.devices)}
     plans |= {f"changes: step {change.step}": (change.plan, change.devices) for change in start.changes}

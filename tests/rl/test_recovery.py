@@ -223,6 +223,13 @@ def test_a_death_in_a_recovery(suffer: Callable[..., Outcome], command: str) -> 
     assert [e.rolled for e in outcome.recovered] == ["discarded by all"], "once, whatever else failed"
 
 
+def test_the_last_copy_dies_as_soon_as_it_is_counted_on(suffer: Callable[..., Outcome]) -> None:
+    """The plan that was taken has device 3 in it, which would be started again, with nothing of what it held."""
+    outcome = suffer(kill("gradients", 3, "before"), kill("consolidate", 2, "after", device=3))
+    assert outcome.lost == [1, 3]
+    assert [(e.restored_from, e.devices) for e in outcome.recovered] == [(0, (0, 2))]
+
+
 # -- not a death ---------------------------------------------------------------------------------------------------
 
 

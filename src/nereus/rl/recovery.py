@@ -299,9 +299,10 @@ class Recovery:
 
 
 def start_missing(fleet: Fleet, change: PlannedChange) -> None:
-    """Start the devices of a change that are not running."""
+    """Start the devices of a change that do not run. Raises WorkerDied, also for one that did when the change was taken."""
     if added := sorted(set(change.devices) - set(fleet.pool)):
         fleet.cluster.start(added)
+        fleet.cluster.call("ping", dict.fromkeys(change.devices, ())).results()
 
 
 def _redone(stage: str, rolled: str) -> tuple[str, ...]:

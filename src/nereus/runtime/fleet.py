@@ -217,7 +217,9 @@ class Fleet:
         if beyond:
             raise PlanError(f"the plan uses devices {beyond}, which are not in the pool {sorted(devices)}")
         if self._broken or not set(self.plan.gpus) <= set(self.pool):
+            running = [device for device in self.pool if device in devices]
             self.salvage()
+            self._call("ping", running).results()  # one that has died just now is not started as if it held nothing
         if added := sorted(set(devices) - set(self.pool)):
             self.cluster.start(added)
         self._loading = frozenset(sources or ())

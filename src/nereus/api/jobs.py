@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 
-from nereus.api.machine import available_bytes, cache_folder, device_of, device_type_of
+from nereus.api.machine import available_bytes, cache_folder, device_of, device_type_of, most_devices
 from nereus.api.scenario import ENGINE_STATE, Recompute, Scenario, engine_priors, paced_priors, shape_of
 from nereus.core.errors import PlanError, UserError
 from nereus.core.events import PlanChosen
@@ -141,7 +141,7 @@ def why(choice: PlanChoice, scenario: Scenario) -> str:
 def _device(job: Job, device: str | DeviceKind | CpuHost | None) -> tuple[DeviceKind | CpuHost, str]:
     if device is None:
         try:
-            return device_of(device_type_of(job))
+            return device_of(device_type_of(job), most_devices(job))
         except UserError as error:
             raise UserError(
                 f"{error}; to plan for GPUs that are not here, name their kind, as in --device H200"

@@ -6,10 +6,12 @@ import math
 import os
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
+from nereus.api.gpus import GpuInfo, GpuProbe, NoAnswer, find_probe
 from nereus.core.errors import UserError
-from nereus.core.inventory import CpuHost, DeviceKind, reported_device
+from nereus.core.inventory import GIB, CpuHost, DeviceKind, reported_device
 from nereus.core.job import Job
 
 MEASURE_S = 0.12
@@ -17,6 +19,10 @@ MEASURE_S = 0.12
 MATRIX = 384
 BLOCK_BYTES = 64 * 2**20
 """Beyond the caches."""
+GPU_UNIT = 2**28
+"""Free memory of a GPU is rounded down to a multiple of this: a driver's own use differs a little from start to start."""
+OTHERS = 0.95
+"""With less than this share free, somebody else is on the GPU: a driver alone takes 1 to 3 %."""
 
 
 def cache_folder() -> Path:
@@ -30,32 +36,69 @@ def device_type_of(job: Job) -> str:
     import torch
 
     found = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    most = max([job.cluster.devices, *(c.devices or 0 for c in job.changes)])
+    most = most_devices(job)
     if job.cluster.device == "cuda" and found < most:
         raise UserError(f"cluster.device: cuda needs {most} GPUs, this machine has {found}; cpu needs none")
     return "cuda" if job.cluster.device != "cpu" and found >= most else "cpu"
 
 
-def device_of(device_type: str) -> tuple[DeviceKind | CpuHost, str]:
-    """A run's devices on this machine, and where the figures are from."""
-    if device_type == "cpu":
-        return cpu_host(), "measured"
-    import torch
+def most_devices(job: Job) -> int:
+    """How many devices the job file asks for at a time, at the most."""
+    return max([job.cluster.devices, *(c.devices or 0 for c in job.changes)])
 
-    properties = torch.cuda.get_device_properties(0)
-    kind, note = reported_device(properties.name, int(properties.total_memory))
-    return kind, note or "data sheet"
+
+def device_of(device_type: str, num_devices: int = 1) -> tuple[DeviceKind | CpuHost, str]:
+    """A run's devices on this machine, and where the figures are from.
+
+    A GPU's memory is what is free on the fullest of the first `num_devices`: ask before the run's own processes hold any.
+    Raises UserError where no GPU answers.
+    """
+    return (cpu_host(), "measured") if device_type == "cpu" else gpu_device(find_probe(), num_devices)
+
+
+def gpu_device(probe: GpuProbe | None, num_devices: int) -> tuple[DeviceKind, str]:
+    """`device_of` for GPUs, by what a probe says. Raises UserError."""
+    gpus = _first_gpus(probe, num_devices)
+    kind, note = reported_device(gpus[0].name, gpus[0].memory_bytes)
+    notes = [note or "data sheet"]
+    least = min(gpus, key=gpu_capacity_bytes)
+    if least.free_bytes is None:
+        notes.append("all memory taken to be free, neither NVML nor AMD SMI answers")
+    elif least.free_bytes < OTHERS * least.memory_bytes:
+        free, whole = (f"{x / GIB:.1f}" for x in (gpu_capacity_bytes(least), least.memory_bytes))
+        notes.append(f"others hold memory: {free} of {whole} GiB are free on GPU {least.index}")
+    if any(gpu.linked is not None and len(gpu.linked & set(range(len(gpus)))) < len(gpus) - 1 for gpu in gpus):
+        notes.append("not all GPUs are linked directly, planned as if they were")
+    return replace(kind, memory_bytes=gpu_capacity_bytes(least)), "; ".join(notes)
+
+
+def gpu_capacity_bytes(gpu: GpuInfo) -> int:
+    """What a run may hold on a GPU: what is free, or all where that is not known; two equal starts find the same."""
+    if gpu.free_bytes is None:
+        return gpu.memory_bytes
+    return gpu.free_bytes // GPU_UNIT * GPU_UNIT
 
 
 def device_memory_bytes(job: Job, device_type: str, num_devices: int) -> float:
-    """What each of `num_devices` devices may hold."""
+    """What each of `num_devices` devices may hold. Of GPUs: what is free on the fullest that the job may use.
+
+    Raises UserError where no GPU answers.
+    """
     if job.cluster.memory_gib is not None:
         return job.cluster.memory_gib * 2**30
     if device_type == "cpu":
         return available_bytes() / num_devices
-    import torch
+    return float(min(gpu_capacity_bytes(gpu) for gpu in _first_gpus(find_probe(), most_devices(job))))
 
-    return float(torch.cuda.get_device_properties(0).total_memory)
+
+def _first_gpus(probe: GpuProbe | None, num_devices: int) -> tuple[GpuInfo, ...]:
+    try:
+        found = () if probe is None else probe.inventory()[:num_devices]
+    except NoAnswer as error:  # it did a moment ago
+        raise UserError(f"cluster.device: cuda, but {error}") from error
+    if not found:
+        raise UserError("cluster.device: cuda, but neither the driver nor torch names a GPU")
+    return found
 
 
 def cpu_host() -> CpuHost:

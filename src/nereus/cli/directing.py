@@ -45,9 +45,9 @@ def make_director(
     Raises UserError where the job's plans cannot be predicted, unless it has a plan and asks for no policy.
     """
     job = start.job
-    scenario = _scenario(job)
+    scenario = _scenario(job, fleet.usable_bytes)
     if job.changes or scenario is None:
-        return FixedDirector(start.changes, _replan(job), fleet), lambda event: None
+        return FixedDirector(start.changes, _replan(job, scenario), fleet), lambda event: None
     began, elapsed_s = time.monotonic(), _elapsed_s(records)
     decided = max((r.event.number for r in records if isinstance(r.event, DecisionMade)), default=0)
     supply = Supply(
@@ -136,17 +136,19 @@ def _elapsed_s(records: Sequence[Record]) -> float:
     return records[-1].time_s - records[0].time_s if records else 0.0
 
 
-def _scenario(job: Job) -> Scenario | None:
+def _scenario(job: Job, capacity_bytes: float) -> Scenario | None:
+    """The job's, if it can be predicted. capacity_bytes: of a GPU, where by now the run's own processes hold memory."""
     try:
-        return scenario_of(job)
+        scenario = scenario_of(job)
     except UserError:
         if job.plan == "auto" or job.adapt.policy is not None:
             raise
         return None
+    return scenario if scenario.device_kind.name == "cpu" else replace(scenario, memory_bytes=capacity_bytes)
 
 
-def _replan(job: Job) -> Callable[[Sequence[int], Plan], Plan]:
-    return lambda devices, current: AutoPlanner(job)(0, devices, current)
+def _replan(job: Job, scenario: Scenario | None) -> Callable[[Sequence[int], Plan], Plan]:
+    return lambda devices, current: AutoPlanner(job, scenario=scenario)(0, devices, current)
 
 
 def _news(cluster: Cluster) -> list[News]:

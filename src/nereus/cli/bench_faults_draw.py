@@ -1,26 +1,29 @@
 """The faults of a run of `nereus bench faults`, drawn from its seed before it starts.
 
-At every step one group of faults: one device, two at once, or one and then another in the recovery from the first. Every
-command that devices get in a step, a change of plan, a checkpoint or a recovery can be the one, before it, after it, or at
-any function call in it.
+At every step one group of faults: one device, two at once, one and then another in the recovery from the first, or one
+that is just being started. Every command that devices get in a step, a change of plan, a checkpoint or a recovery can be the
+one, before it, after it, or at any function call in it.
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Literal
 
 from nereus.cli.bench_faults_worker import ANY, Fault, Kind, Phase
+from nereus.runtime.worker import START
 
 GROUPS: Mapping[str, float] = {
     "SIGKILL": 4,
     "SIGSTOP": 1.5,
     "error": 1.5,
     "out of memory": 1.5,
-    "slow link": 2,
+    "slow link": 3,
     "two at once": 2,
     "in a recovery": 3,
+    "in its start": 2,
 }
 """What comes at a step, and how often."""
 
@@ -49,6 +52,8 @@ IN_A_CHANGE: Mapping[str, tuple[float, int]] = {
     "digest_sums": (1, 8),
 }
 
+DEADLY: tuple[Kind, ...] = ("SIGKILL", "SIGSTOP", "error")
+
 USING_LINKS = ("synchronise", "logprobs", "gradients", "build")
 ALLOCATING = ("generate", "logprobs", "values", "scores", "gradients", "update", "build")
 
@@ -68,11 +73,18 @@ def draw_faults(seed: str, *, steps: int, devices: int, numbers: Iterator[int], 
     groups = dict(GROUPS)
     if director == "static":
         del groups["out of memory"]  # ends such a run, as it should
+    if director != "mixed":
+        del groups["in its start"]  # it is not known when it would be
     found: list[Fault] = []
     for step in range(steps):
         (kind,) = draw.choices(list(groups), list(groups.values()))
         if kind == "out of memory" and director != "mixed":
             del groups[kind]  # each one makes the plans that may be chosen smaller
+        if kind == "in its start":
+            if lost := [f for f in found if f.step == step - 1 and f.kind in DEADLY]:
+                found.append(_in_its_start(draw, lost[0], next(numbers)))
+                continue
+            kind = "SIGKILL"
         found += _group(draw, kind, step, devices, numbers, changing=director == "mixed" and step > 0)
     return tuple(found)
 
@@ -105,6 +117,12 @@ def _group(
         yield fault(next(numbers), second, **late, kind=_alone(draw, kind), moment=_moment(draw, CALLS))
 
 
+def _in_its_start(draw: random.Random, lost: Fault, number: int) -> Fault:
+    """Of the device that takes the place of one that was lost in the step before."""
+    where = {"step": lost.step + 1, "phase": "transition", "command": START, "nth": 1, "moment": "before"}
+    return replace(lost, number=number, group=number, kind=draw.choice(DEADLY), **where)  # type: ignore[arg-type]
+
+
 def _alone(draw: random.Random, kind: str) -> Kind:
     """What a device does in a group."""
     if kind in ("two at once", "in a recovery"):
@@ -119,6 +137,8 @@ def _moment(draw: random.Random, calls: int) -> int | Literal["before", "after"]
 
 def kind_of(fault: Fault, faults: Sequence[Fault]) -> str:
     """The row that a fault is counted in."""
+    if fault.command == START:
+        return f"{fault.kind} in its start"
     together = [f for f in faults if f.group == fault.group]
     if fault.phase == "recovery":
         return f"{fault.kind} in a recovery"

@@ -12,6 +12,7 @@ import os
 import random
 import sys
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -85,7 +86,8 @@ def main(folder: Path) -> int:
         try:
             summary = run_job(request, Console(file=nowhere), parts)
         except RunFailed as error:
-            print(f"{error}\n{error.details}", file=sys.stderr)
+            print(error, file=sys.stderr)
+            traceback.print_exception(error.__cause__ or error)
             return error.exit_code
     (folder / RESULT).write_text(json.dumps({name: summary[name] for name in ("run", "steps", "seconds", "samples")}))
     return 0
@@ -131,7 +133,7 @@ class MixedPlans:
         if not pool:
             raise Unrecoverable("no device is left")
         if set(plan.gpus) <= set(pool):
-            if isinstance(failure, WorkerFailed) and out_of_memory(failure):
+            if isinstance(failure, WorkerFailed) and out_of_memory(failure) and stage != "transition":
                 plan = leaner(plan, failure.device)
             return PlannedChange(step, pool, plan)
         spare = random.Random(f"{self._seed} {step} spare").random() < SPARE

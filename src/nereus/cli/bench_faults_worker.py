@@ -27,7 +27,7 @@ from typing import Any, Literal
 from nereus.core.errors import OutOfMemory
 from nereus.core.events import DeviceFailed, Event, Recovered, StageStarted
 from nereus.rl.worker import RlWorker
-from nereus.runtime.worker import WorkerContext
+from nereus.runtime.worker import START, WorkerContext
 
 PROGRAM = "nereus.cli.bench_faults_worker:FaultyDevice"
 
@@ -145,6 +145,7 @@ class FaultyDevice:
         self._faults = [f for f in campaign.faults if f.device == context.device_id and f.number not in happened]
         self._now: tuple[int, Phase] = (-1, "step")
         self._calls: Counter[str] = Counter()
+        self._run(START, lambda: None)
 
     def __getattr__(self, command: str) -> Callable[..., Any]:
         return partial(self._run, command, getattr(self._worker, command))

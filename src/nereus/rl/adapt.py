@@ -434,7 +434,6 @@ class _Outcome:
 
 
 def failure_line(failure: BaseException) -> str:
-    """An exception of a worker in one line, without its traceback."""
+    """An exception of a worker in one line, without its traceback; an out-of-memory names its device itself."""
     inner = getattr(failure, "failure", None)
-    text = f"device {getattr(failure, 'device', '?')}: {inner.message}" if inner is not None else str(failure)
-    return " ".join(text.split())
+    return " ".join((str(failure) if inner is None else inner.message).split())

@@ -3,7 +3,7 @@
     run 0      without faults, its rollouts recorded
     run 1...   on the same rollouts, with faults (`bench_faults_draw`), each in a process of its own (`bench_faults_run`)
                mixed    another plan at every step, devices replaced by the next one; every kind of fault
-               nereus   the adaptive policy; the supply replaces devices
+               nereus   the adaptive policy; `nereus scale` asks for new devices
                static   the same, the layouts kept
 
 Of every run: the ledger, the final weights beside those of run 0, and what its events say (`bench_faults_judge`). A run that
@@ -90,7 +90,7 @@ def bench_faults(
         drawn = draw_faults(f"{seed} {index}", steps=steps, devices=DEVICES, numbers=numbers, director=director)
         order = Order(
             job=str(job),
-            settings=(*settings, *_directed(director, steps)),
+            settings=(*settings, *_directed(director)),
             replay=reference["run"],
             director=director,
             devices=DEVICES,
@@ -129,12 +129,10 @@ def _settings(steps: int, root: Path) -> tuple[str, ...]:
     )
 
 
-def _directed(director: str, steps: int) -> tuple[str, ...]:
-    supply = ", ".join(f"{{step: {step}, devices: {DEVICES}}}" for step in range(1, steps))
+def _directed(director: str) -> tuple[str, ...]:
     return (
         f"plan={PLANS_OF[director]}",
         f"adapt.policy={'static' if director == 'mixed' else director}",
-        f"cluster.supply=[{supply if director != 'mixed' else ''}]",
         "run.record_rollouts=false",
     )
 

@@ -23,14 +23,17 @@ from rich.console import Console
 from nereus.cli.bench_faults_worker import PROGRAM, Campaign, Clock, Fault
 from nereus.cli.failure import RunFailed
 from nereus.cli.run import ROLLOUTS, Parts, RunRequest, run_job
+from nereus.core.events import DeviceFailed, Event
 from nereus.core.job import Job, PlannedChange
 from nereus.core.plan import Layout, ModelStage, Placement, Plan
 from nereus.engine.generation import Request, Response
 from nereus.rl.direction import Director, Extra, Unrecoverable, leaner, out_of_memory
 from nereus.rl.rollouts import Generator, Replay, UnitGenerator
+from nereus.rl.supply import SCALE, scale_request
 from nereus.rl.tasks.base import Task
 from nereus.runtime.calls import WorkerFailed
 from nereus.runtime.fleet import Fleet, Transition
+from nereus.telemetry.folder import EVENTS
 
 ORDER, CLOCK, MARKS, PLANS, RESULT = "order.json", "clock", "marks.jsonl", "plans.jsonl", "run.json"
 
@@ -75,10 +78,16 @@ def main(folder: Path) -> int:
         replay = Path(order.replay)
         request = replace(request, replay=replay)
         clock = Clock(folder / CLOCK, write=True)
+
+        def heard(event: Event) -> None:
+            clock.handle(event)
+            if isinstance(event, DeviceFailed) and event.kind != "out of memory":
+                _supply(folder, order.devices)
+
         parts = Parts(
             program=PROGRAM,
             arguments=(Campaign(order.faults, folder / CLOCK, folder / MARKS),),
-            listener=clock.handle,
+            listener=heard,
             direct=lambda director, fleet: _direct(order, director, fleet, folder / PLANS),
             generator=lambda job, task, fleet: _generator(job, task, fleet, replay),
         )
@@ -91,6 +100,13 @@ def main(folder: Path) -> int:
             return error.exit_code
     (folder / RESULT).write_text(json.dumps({name: summary[name] for name in ("run", "steps", "seconds", "samples")}))
     return 0
+
+
+def _supply(folder: Path, devices: int) -> None:
+    """From the next step on there are so many devices again, if the director wants them: as `nereus scale` does it."""
+    (run,) = (path.parent for path in folder.glob(f"*/{EVENTS}"))
+    with (run / SCALE).open("ab") as file:
+        file.write(scale_request(devices, (), None))
 
 
 def _generator(job: Job, task: Task, fleet: Fleet, replay: Path) -> Generator:

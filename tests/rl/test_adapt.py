@@ -221,6 +221,10 @@ def test_out_of_memory_is_answered_with_a_plan_that_is_known_to_be_smaller() -> 
     rig.planner.reply = [to(plan_on(1, 0))]
     assert rig.director.failed(1, "training", out_of_memory()).plan == plan_on(1, 0)
     assert rig.planner.refused == [plan_on(0, 1)]
+    rig.director.changed(1, None)  # there is no memory for that change: it is the plan it led to that is too large
+    rig.planner.reply = [to(plan_on(0))]
+    assert rig.director.failed(1, "transition", out_of_memory()).plan == plan_on(0)
+    assert rig.planner.refused == [plan_on(0, 1), plan_on(1, 0)]
 
 
 def test_the_static_policy_ends_with_what_happened_and_what_would_help() -> None:

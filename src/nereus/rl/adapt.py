@@ -166,6 +166,7 @@ class AdaptiveDirector:
         self._bandwidth_planned: float | None = None
         self._asked: StartReplan | None = None
         self._going: StartTransition | None = None
+        self._tried: Plan | None = None
         self._failing, self._told_s = False, clock()
         self._outcomes: list[_Outcome] = []
         self._step_seconds: list[float] = []
@@ -196,7 +197,8 @@ class AdaptiveDirector:
             )
         lost = self._take_note_of_failures()
         if out_of_memory(failure) and not lost:
-            self._planner.does_not_fit(self._fleet.plan)
+            self._planner.does_not_fit(self._tried or self._fleet.plan)
+        self._tried = None
         if not self._available:
             raise Unrecoverable("no device is left")
         if lost:
@@ -212,6 +214,7 @@ class AdaptiveDirector:
     def changed(self, step: int, transition: Transition | None) -> None:
         going, self._going = self._going, None
         if transition is None:
+            self._tried = going.option.plan if going is not None else None
             return  # `failed` is asked next, and tells the controller
         self._leaving &= set(self._fleet.pool)
         self._bandwidth_planned = None  # of another plan's traffic

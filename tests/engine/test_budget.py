@@ -209,7 +209,6 @@ def test_a_unit_goes_on_after_one_of_its_ranks_was_refused(rig: Rig, tmp_path_fa
     held = rig.cluster.call("held", dict.fromkeys(plan.gpus, ())).results()
     assert all({k for k, n in kinds.items() if n} == {"resident", "gradients"} for kinds in held.values())
     peaks = rig.cluster.call("measurements", dict.fromkeys(plan.gpus, ())).results()
-    assert peaks[0].tasks["actor_update"].memory["boundaries"] > 0, "the first pp_stage sends hidden states"
     rig.cluster.call("restrict", {3: (peaks[3].peak_bytes - 1,)}).results()
     with pytest.raises(WorkerFailed) as refusal:
         rig.gradients(ACTOR_TRAINING, batch, wanted)

@@ -243,17 +243,15 @@ def test_out_of_memory(suffer: Callable[..., Outcome]) -> None:
     assert sizes == {name: 1 if "training" in name else 2 for name in sizes}
 
 
-def test_out_of_memory_on_several_before_an_update(suffer: Callable[..., Outcome]) -> None:
-    """Nobody has begun it: it is discarded by all, and done again under the other plan.
-
-    The second device says so at the same time, or, called off before it could, when it is asked again.
-    """
-    outcome = suffer(*[Fault(device=d, command="update", nth=5, action="oom") for d in (0, 3)])
-    assert {(e.kind, e.stage) for e in outcome.failed} == {("out of memory", "training")}
-    assert 1 <= len(outcome.failed) == len(outcome.recovered) <= 2
-    for recovered in outcome.recovered:
-        assert (recovered.rolled, recovered.redone) == ("discarded by all", ("gradients",))
-        assert recovered.devices == (0, 1, 2, 3)
+def test_out_of_memory_before_anybody_has_begun_an_update(suffer: Callable[..., Outcome]) -> None:
+    """The others are called off before they begin: it is discarded by all, and done again under the other plan."""
+    first = Fault(device=0, command="update", nth=5, action="oom")
+    outcome = suffer(first, *[Fault(device=d, command="update", nth=5, action="refuse") for d in (1, 2, 3)])
+    (failed,) = outcome.failed
+    assert (failed.kind, failed.stage) == ("out of memory", "training")
+    (recovered,) = outcome.recovered
+    assert (recovered.rolled, recovered.redone) == ("discarded by all", ("gradients",))
+    assert recovered.devices == (0, 1, 2, 3)
 
 
 def test_out_of_memory_on_one_after_an_update(suffer: Callable[..., Outcome]) -> None:

@@ -208,13 +208,15 @@ def test_a_unit_goes_on_after_one_of_its_ranks_was_refused(rig: Rig, tmp_path_fa
     expected = rig.gradients(ACTOR_TRAINING, batch, wanted)
     held = rig.cluster.call("held", dict.fromkeys(plan.gpus, ())).results()
     assert all({k for k, n in kinds.items() if n} == {"resident", "gradients"} for kinds in held.values())
-    peaks = rig.cluster.call("measurements", dict.fromkeys(plan.gpus, ())).results()
-    rig.cluster.call("restrict", {3: (peaks[3].peak_bytes - 1,)}).results()
-    with pytest.raises(WorkerFailed) as refusal:
-        rig.gradients(ACTOR_TRAINING, batch, wanted)
-    assert (refusal.value.device, refusal.value.failure.kind) == (3, "OutOfMemory")
-    rig.cluster.call("restrict", {3: (peaks[3].peak_bytes,)}).results()
+    # What is under way between pp_stages at the peak depends on who is first: the limit leaves out all that comes on top.
+    limit = sum(held[3].values())
+    rig.cluster.call("restrict", {3: (limit,)}).results()
+    try:
+        with pytest.raises(WorkerFailed) as refusal:
+            rig.gradients(ACTOR_TRAINING, batch, wanted)
+        assert (refusal.value.device, refusal.value.failure.kind) == (3, "OutOfMemory")
+    finally:
+        rig.cluster.call("restrict", {3: (None,)}).results()
     rig.fleet.salvage()
     rig.go(plan)
     assert rig.gradients(ACTOR_TRAINING, batch, wanted) == expected
-    rig.cluster.call("restrict", {3: (None,)}).results()

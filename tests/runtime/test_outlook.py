@@ -59,15 +59,17 @@ def test_what_is_watched_is_seen_and_can_be_killed(process: subprocess.Popen[byt
 
 def test_an_old_look_says_nothing(process: subprocess.Popen[bytes]) -> None:
     outlook, (here, there) = Outlook(fresh_s=0.2), Pipe()
+
+    def asleep_when_asked() -> bool:
+        outlook.watch(process.pid)  # it looks when it is told something; the process may not be asleep yet
+        return state(outlook, process.pid) == "S"
+
     outlook.watch(process.pid)
     outlook.connected(here)
-    looking = threading.Thread(
-        target=keep_looking, args=(there, 3600.0), daemon=True
-    )  # it looks when it is told something
+    looking = threading.Thread(target=keep_looking, args=(there, 3600.0), daemon=True)
     looking.start()
-    wait_until(lambda: state(outlook, process.pid) == "S")
+    wait_until(asleep_when_asked)
     wait_until(lambda: state(outlook, process.pid) == "unseen")
-    outlook.watch(process.pid)
-    wait_until(lambda: state(outlook, process.pid) == "S")
+    wait_until(asleep_when_asked)
     hang_up(here)
     looking.join()

@@ -176,6 +176,18 @@ def test_lost_devices_are_planned_for_at_once_and_old_answers_are_ignored() -> N
     assert third.urgent and controller.handle(TransitionEnded(number=second.number, succeeded=False)) == []
 
 
+def test_an_answer_for_devices_that_have_gone_again_is_not_taken() -> None:
+    """They were no part of the plan yet, so nothing is urgent; but no plan may use them any more."""
+    controller = Controller(EIGHT[:1])
+    (first,) = replans(controller.handle(PoolChanged(step=3, devices=EIGHT)))
+    (second,) = replans(controller.handle(PoolChanged(step=4, devices=EIGHT[:2])))
+    assert not second.urgent and second.devices == EIGHT[:2]
+    assert controller.handle(ReplanFinished(number=first.number, step_latency_s=10, options=(option(1),))) == []
+    assert controller.handle(PoolChanged(step=5, devices=EIGHT[:4])) == []  # more than was asked about is no harm
+    (go,) = controller.handle(ReplanFinished(number=second.number, step_latency_s=10, options=(option(1, 0.1),)))
+    assert isinstance(go, StartTransition)
+
+
 def test_a_transition_that_failed_is_urgent_and_so_is_a_plan_that_will_not_fit() -> None:
     controller = Controller(EIGHT)
     (request,) = replans(controller.handle(lengths(0, 100, fits=False)))

@@ -9,7 +9,7 @@
     idle            trigger                        replanning
     replanning      ReplanFinished, refused        idle, or replanning for what was triggered meanwhile
                     ReplanFinished, admitted       transitioning
-                    PoolChanged with losses        replanning, anew: the answer to the old question is ignored
+                    PoolChanged with fewer         replanning, anew: the answer to the old question is ignored
     transitioning   TransitionEnded                idle, or replanning as above
                     PoolChanged with losses        replanning, urgent
 
@@ -156,13 +156,13 @@ class Controller:
         if event.devices != self.devices:
             self._trigger(self.monitor.pool_changed(event.step, len(self.devices), len(event.devices)))
             self.devices = event.devices
-        if event.lost:
-            self._urgent = True
-            if self.state == "replanning":  # the question was about another pool
-                self._carry_over()
-                self._go("idle")
-            elif self.state == "transitioning":
-                self._go("idle")
+        self._urgent |= event.lost
+        asked = set(self._request.devices) if self._request is not None else set()
+        if self.state == "replanning" and (event.lost or not asked <= set(event.devices)):
+            self._carry_over()  # the question was about devices that there are no more
+            self._go("idle")
+        elif self.state == "transitioning" and event.lost:
+            self._go("idle")
 
     def _answered(self, event: ReplanFinished) -> list[Instruction]:
         request = self._request

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from nereus.api.replan import WARM_UP_STEPS, JobPlanner
+from nereus.api.replan import IN_FORCE, WARM_UP_STEPS, JobPlanner
 from nereus.api.scenario import Scenario, describe
 from nereus.core.inventory import Link, cpu_device
 from nereus.core.measurements import DeviceMeasurements, TaskMeasurements, summarise
@@ -132,7 +132,7 @@ def test_a_plan_that_lengths_have_outgrown_is_invalid_and_what_is_offered_fits(
         lengths = {"short": SHORT, "long": LONG}[name]
         planner.expect(plan, lengths)
         assert planner._expected is not None
-        fits = planner._expected.result().peak_bytes <= CAPACITY * (1 - HEADROOM)
+        fits = planner._expected.result().peak_bytes <= CAPACITY * (1 - IN_FORCE)
         found = ask(planner, question(scenario, plan, lengths))
         assert (found.step_latency_s is not None) == fits
         now = scenario.updated(workload=planner._workload(lengths))

@@ -65,6 +65,10 @@ MEMORY_STEPS = 4
 LEARN = 0.5
 """Weight of the last change in what changes take beside their primitives."""
 
+IN_FORCE = HEADROOM / 2
+"""Share of memory that must stay free under the plan in force. Less than a new plan must leave, or a plan that was chosen to
+just fit would be left again as soon as a response is longer."""
+
 TOO_LARGE = 0.98
 """Of the predicted peak of a plan that ran out of memory, what later plans are allowed to reach."""
 
@@ -152,7 +156,7 @@ class JobPlanner:
 
     def does_not_fit(self, plan: Plan) -> None:
         estimate = self._scenario.estimate(plan)
-        peak = max(estimate.peak_bytes.values(), default=self._planned_bytes) / (1 - HEADROOM)
+        peak = max(estimate.peak_bytes.values(), default=self._planned_bytes) / (1 - IN_FORCE)
         self._planned_bytes = min(self._planned_bytes, TOO_LARGE * peak)
 
     def close(self) -> None:
@@ -195,7 +199,7 @@ class JobPlanner:
         if not question.current.placements or not set(question.current.gpus) <= set(question.devices):
             return None
         estimate = scenario.estimate(question.current)
-        return estimate.step_latency_s if _within(scenario, estimate) else None
+        return estimate.step_latency_s if _within(scenario, estimate, IN_FORCE) else None
 
     def _options(self, scenario: Scenario, question: Question) -> Iterator[Option]:
         if self._static:
@@ -323,11 +327,11 @@ class JobPlanner:
         """By what was expected of the step, and by what was measured."""
         predicted = expected.peak_bytes if expected is not None else 0.0
         seen = max(measured.peak_bytes.values(), default=0) if measured is not None else 0
-        return max(predicted, float(seen)) <= self._planned_bytes * (1 - HEADROOM)
+        return max(predicted, float(seen)) <= self._planned_bytes * (1 - IN_FORCE)
 
 
-def _within(scenario: Scenario, estimate: PlanEstimate) -> bool:
-    usable = scenario.device_kind.memory_bytes * (1 - HEADROOM)
+def _within(scenario: Scenario, estimate: PlanEstimate, headroom: float = HEADROOM) -> bool:
+    usable = scenario.device_kind.memory_bytes * (1 - headroom)
     return max(estimate.peak_bytes.values(), default=0.0) <= usable
 
 

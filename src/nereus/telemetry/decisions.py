@@ -143,9 +143,9 @@ def equation(event: DecisionMade, option: Mapping[str, Any], unit: str = "s") ->
 
 def urgency(event: DecisionMade) -> str:
     """Why an urgent decision could not wait."""
-    if event.step_latency_s is not None:
-        return "devices are lost"
     lost = any(t.get("signal") == POOL and _shrank(t) for t in event.triggers)
+    if event.step_latency_s is not None:  # it could go on, by what was predicted
+        return "devices are lost" if lost else "memory was measured to be nearly full, or a change has failed"
     return "the current plan lacks devices" if lost else "the current plan does not fit"
 
 

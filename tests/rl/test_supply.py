@@ -49,6 +49,9 @@ def test_requests_are_read_as_they_are_written_and_a_half_line_waits(tmp_path: P
     file.write_bytes(scale_request(3, (), None))  # of an earlier session
     supply = Supply((), elapsed_s=Clock(), requests=file)
     assert supply.poll(0) == []
+    with file.open("ab") as out:
+        out.write(b"\n[]\nrubbish\n{}\n")  # somebody's own hand: no reason to end a run
+    assert supply.poll(0) == []
     line = scale_request(None, (2, 3), 5.0)
     with file.open("ab") as out:
         out.write(scale_request(6, (), None) + line[:7])

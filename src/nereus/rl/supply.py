@@ -147,7 +147,7 @@ class Supply:
             text = file.read()
         whole = text[: text.rfind(b"\n") + 1]
         self._read_bytes += len(whole)
-        return [request(line) for line in whole.splitlines()]
+        return [news for line in whole.splitlines() if (news := request(line)) is not None]
 
     def _vanish_in(self, notice_s: float, devices: Sequence[int]) -> None:
         if self._kill is None:
@@ -163,11 +163,14 @@ class Supply:
                 self._kill(device)
 
 
-def request(line: bytes) -> News:
-    """A line that `scale_request` wrote."""
-    row = json.loads(line)
-    gone = tuple(row["gone"] or ())
-    return News(devices=row["devices"], gone=gone, notice_s=row["notice_s"], why="nereus scale")
+def request(line: bytes) -> News | None:
+    """A line that `scale_request` wrote; None for anything else, which must not end a run."""
+    try:
+        row = json.loads(line)
+        gone = tuple(int(device) for device in row["gone"] or ())
+        return News(devices=row["devices"], gone=gone, notice_s=row["notice_s"], why="nereus scale")
+    except (ValueError, KeyError, TypeError):
+        return None
 
 
 def scale_request(devices: int | None, gone: Sequence[int], notice_s: float | None) -> bytes:

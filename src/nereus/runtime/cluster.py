@@ -19,6 +19,7 @@ import queue
 import signal
 import socket
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -119,7 +120,7 @@ class PoolEvents(Protocol):
         ...
 
 
-class WorkerCluster:
+class WorkerCluster(ABC):
     """Workers with two connections each, wherever their processes are. See `Cluster`.
 
     program, arguments: what a worker runs (`WorkerSettings`). host: the address of this process that workers reach it at;
@@ -174,8 +175,9 @@ class WorkerCluster:
     def epoch(self) -> int:
         return self._epoch
 
+    @abstractmethod
     def node_of(self, device: int) -> int:
-        raise NotImplementedError
+        """See `Cluster`."""
 
     def wait_any(self, calls: Sequence[Call]) -> int:
         while True:
@@ -236,9 +238,9 @@ class WorkerCluster:
 
     # -- for backends --------------------------------------------------------------------------------------------
 
+    @abstractmethod
     def _spawn(self, devices: Sequence[int]) -> None:
         """Start a process for each device and `_add` it; what it added before an exception is removed by the caller."""
-        raise NotImplementedError
 
     def _add(self, device: int, process: WorkerProcess, commands: Connection, control: Connection) -> None:
         self._deaths.pop(device, None)
